@@ -1,0 +1,202 @@
+"""Precision recipes: the table, and `convert`, which turns a model's linear layers into low-precision ones in place.
+
+    recipe       linear layers                          everything else
+    fp32         FP32                                   FP32
+    bf16         BF16                                   BF16
+    fp8-tensor   FP8, one scale per operand             BF16
+    fp8-row      FP8, per token and per channel         BF16
+    fp8-block    FP8, 1x128 and 128x128 blocks          BF16
+
+Everything else: embeddings, lm_head, norms, attention, router, biases; log-softmax is always FP32 (logprob.py).
+
+Master weights. Training keeps FP32 masters (`Masters`), rounds them to BF16 once per optimiser step, and that BF16 tensor is
+what the learner's forward uses, what FP8Linear quantises and what the sampler is given. A weight of 0.02 does not move by 1e-6
+in BF16 (its step there is 1.2e-4); in FP32 it does.
+
+    report = convert(model, "fp8-row", keep_bf16="first:1,last:1")     # report["converted"], report["skipped"]: name -> why
+    weights_changed(model)             # after every optimiser step, load and resume (and after fully_shard)
+    with high_precision(model): ...    # the same module and weights without quantisation: shadow passes, evaluation, saving
+
+Layers are skipped by name only (lm_head, embeddings, router), never for being small; K or N not a multiple of 16 is refused.
+"""
+
+import re
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+import fp8
+from errors import UserError
+
+RECIPES = {
+    "fp32": {"dtype": torch.float32, "granularity": None},
+    "bf16": {"dtype": torch.bfloat16, "granularity": None},
+    "fp8-tensor": {"dtype": torch.bfloat16, "granularity": "tensor"},
+    "fp8-row": {"dtype": torch.bfloat16, "granularity": "row"},
+    "fp8-block": {"dtype": torch.bfloat16, "granularity": "block"},
+}
+GRAD_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+SKIPPED_NAMES = ("lm_head", "embed_out", "router", "gate", "shared_expert_gate")  # `gate` is a MoE router, `gate_proj` is not
+
+
+class Report(dict):
+    """What `convert` did: report.converted (list of names) and report.skipped (name -> reason); also by key."""
+
+    __getattr__ = dict.__getitem__
+
+    def __str__(self):
+        skipped = ", ".join(f"{name} ({why})" for name, why in self.skipped.items()) or "none"
+        return f"{len(self.converted)} linear layers in {self.recipe}; left in high precision: {skipped}"
+
+
+def recipe_of(recipe):
+    """The table's row; UserError on an unknown name."""
+    if recipe not in RECIPES:
+        raise UserError(f"unknown precision recipe {recipe!r}; choose one of {', '.join(RECIPES)}")
+    return RECIPES[recipe]
+
+
+def default_backend(device):
+    """`scaled_mm` on CUDA, `emulate` elsewhere. A GPU without FP8 units is refused later, not emulated silently."""
+    return "scaled_mm" if torch.device(device).type == "cuda" else "emulate"
+
+
+def convert(module, recipe, backend=None, grad_dtype="e4m3", power_of_two=False, fp32_products=False, keep_bf16=""):
+    """Convert every nn.Linear of `module` (itself included) in place; parameters and state_dict keys stay the same.
+
+    recipe         a name of RECIPES; `fp32` and `bf16` convert nothing (the caller chooses the module's dtype)
+    backend        emulate | scaled_mm, default by device; grad_dtype e4m3 | e5m2; power_of_two rounds scales up
+    fp32_products  emulate multiplies codes in FP32 instead of BF16
+    keep_bf16      layers left out by position, e.g. "first:1,last:2" (decoder layers counted by the number in their name)
+    returns        Report(recipe, converted, skipped). Raises UserError (a ValueError) naming the layer or flag.
+    """
+    granularity = recipe_of(recipe)["granularity"]
+    report = Report(recipe=recipe, converted=[], skipped={})
+    linears = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    kept = kept_by_position([name for name, _ in linears], keep_bf16)
+    if grad_dtype not in GRAD_DTYPES:
+        raise UserError(f"gradient format {grad_dtype!r} is not one of {', '.join(GRAD_DTYPES)}")
+    chosen = []
+    for name, layer in linears:  # decide first, convert afterwards: a refusal leaves the module as it was
+        part = next((p for p in name.split(".") if p in SKIPPED_NAMES or p.startswith("embed")), None)
+        if granularity is None:
+            report.skipped[name] = f"recipe {recipe}"
+        elif part:
+            report.skipped[name] = f"named {part}"
+        elif name in kept:
+            report.skipped[name] = f"--keep-bf16 {keep_bf16}"
+        elif type(layer) not in (nn.Linear, fp8.FP8Linear):
+            report.skipped[name] = f"a {type(layer).__name__}, not a plain nn.Linear"
+        else:
+            if layer.in_features % 16 or layer.out_features % 16:
+                raise UserError(
+                    f"layer {name or type(module).__name__!r} has in_features {layer.in_features} and out_features "
+                    f"{layer.out_features}; FP8 needs multiples of 16: pad the model's sizes or use --precision bf16"
+                )
+            chosen.append((name, layer))
+    for name, layer in chosen:
+        try:
+            fp8.FP8Linear.of(layer, granularity, backend or default_backend(layer.weight.device), GRAD_DTYPES[grad_dtype],
+                             power_of_two, fp32_products)
+        except ValueError as error:
+            raise UserError(f"layer {name or type(module).__name__!r}: {error}") from error
+        report.converted.append(name)
+    return report
+
+
+def kept_by_position(names, keep_bf16):
+    """Names of the linear layers inside the first or last decoder layers that `keep_bf16` ("first:1,last:1") leaves out."""
+    if not keep_bf16:
+        return set()
+    number = {name: int(m[1]) for name in names if (m := re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.", name))}
+    count = 1 + max(number.values(), default=-1)
+    kept = set()
+    for part in keep_bf16.split(","):
+        match = re.fullmatch(r"(first|last):(\d+)", part.strip())
+        if not match:
+            raise UserError(f"--keep-bf16 {keep_bf16!r}: {part!r} is not first:N or last:N, e.g. first:1,last:1")
+        if count == 0:
+            raise UserError(f"--keep-bf16 {keep_bf16!r}: the model has no numbered decoder layers to count")
+        n = int(match[2])
+        kept |= {name for name, i in number.items() if (i < n if match[1] == "first" else i >= count - n)}
+    return kept
+
+
+def converted_layers(module):
+    """The FP8Linear layers of a module."""
+    return [layer for layer in module.modules() if isinstance(layer, fp8.FP8Linear)]
+
+
+def weights_changed(module):
+    """Drop cached quantised weights. Call after each optimiser step, load, resume and fully_shard: no counter tells us."""
+    for layer in converted_layers(module):
+        layer.drop_cache()
+
+
+@contextmanager
+def high_precision(module):
+    """Run the same module, with the same weights, without quantisation; nests, and restores on exceptions."""
+    before = [(layer, layer.quantized) for layer in converted_layers(module)]
+    for layer, _ in before:
+        layer.quantized = False
+    try:
+        yield module
+    finally:
+        for layer, quantized in before:
+            layer.quantized = quantized
+
+
+class Masters:
+    """FP32 master weights of a BF16 model: gradients are summed in FP32, the optimiser moves the masters, and `publish` rounds
+    them into the model once per step. For an FP32 model the masters are the parameters themselves.
+
+        masters = Masters(model); optimizer = torch.optim.AdamW(masters.parameters())
+        loss.backward()  (any number of times; each call's BF16 gradients are added to the FP32 ones at once)
+        optimizer.step(); masters.publish(); masters.zero_grad()
+    """
+
+    def __init__(self, model):
+        self.model = model
+        self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}  # tied weights appear once
+        self.weights = {}
+        for name, p in self.params.items():
+            if p.dtype == torch.float32:
+                self.weights[name] = p
+                continue
+            master = nn.Parameter(p.detach().float())
+            master.grad = torch.zeros_like(master)
+            p.register_post_accumulate_grad_hook(lambda p, master=master: accumulate_grad(p, master))
+            self.weights[name] = master
+
+    def parameters(self):
+        return list(self.weights.values())
+
+    def zero_grad(self):
+        for w in self.weights.values():
+            if w.grad is not None:
+                w.grad.zero_()
+
+    @torch.no_grad()
+    def publish(self):
+        """Round the masters into the model's parameters and drop the quantised copies."""
+        for name, p in self.params.items():
+            if self.weights[name] is not p:
+                p.copy_(self.weights[name])
+        weights_changed(self.model)
+
+    @torch.no_grad()
+    def load(self, weights):
+        """Load named FP32 weights (a checkpoint's) into the masters and the model. Raises UserError on a missing name."""
+        missing = [name for name in self.weights if name not in weights]
+        if missing:
+            raise UserError(f"the checkpoint lacks {len(missing)} weights, first {missing[0]!r}: is it another model's?")
+        for name, w in self.weights.items():
+            w.copy_(weights[name])
+        self.publish()
+
+
+def accumulate_grad(p, master):
+    """Add a BF16 gradient to the FP32 one and free it."""
+    master.grad.add_(p.grad)
+    p.grad = None
