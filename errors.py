@@ -1,14 +1,41 @@
 """One line for a user's mistake, exit code 2; everything else keeps its traceback.
 
-`UserError` says what is wrong, where (flag, file, line, key) and how to fix it. It is a ValueError, so that the libraries'
-callers may catch it as one. Scripts end with `run_main(main)`.
+`UserError` says what is wrong, where (flag, file, line, key) and how to fix it. It is a ValueError, so that callers of the
+library parts may catch it as one. Scripts end with `run_main(main)` and read their flags with `Flags`.
 """
 
+import argparse
+import math
 import sys
 
 
 class UserError(ValueError):
     """A mistake the user can mend: the message is one line that names the flag, file or layer and the fix."""
+
+
+class Flags(argparse.ArgumentParser):
+    """argparse whose mistakes are UserErrors: one line, where argparse would print its usage as well."""
+
+    def error(self, message):
+        raise UserError(f"{message} (see --help)")
+
+
+def number(kind, low=-math.inf, high=math.inf, above=-math.inf):
+    """An argparse type: an int or float in [low, high] and > above, else one clear line."""
+
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (low <= value <= high and value > above) or math.isinf(value):  # NaN fails too
+            bounds = [f"at least {low}"] * (low > -math.inf) + [f"above {above}"] * (above > -math.inf)
+            bounds += [f"at most {high}"] * (high < math.inf)
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what} {' and '.join(bounds)}".rstrip())
+        return value
+
+    return parse
 
 
 def run_main(main):

@@ -8,7 +8,6 @@ run has a colour per curve; several have a colour per run and a line style per c
 in its panel. `draw` uses matplotlib's figure objects without pyplot: no display, no global state, safe within a training run.
 """
 
-import argparse
 import json
 import math
 import os
@@ -18,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from errors import UserError, run_main
+from errors import Flags, UserError, number, run_main
 from runlog import read_csv
 
 # Okabe and Ito's palette, told apart with any colour vision; its yellow is too pale for a line
@@ -26,7 +25,7 @@ PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 
 Curve = namedtuple("Curve", "column label style width", defaults=["-", 1.6])
 PANELS = [  # (title, y label, curves)
-    ("Reward", "mean per completion", [Curve("reward", "reward"), Curve("acc", "accuracy", "--", 1.2)]),
+    ("Reward", "mean per completion", [Curve("reward", "reward"), Curve("eval/acc", "held-out accuracy", "--", 1.2)]),
     ("Response length", "tokens", [Curve("len/mean", "mean length")]),
     ("Entropy", "nats per token", [Curve("entropy", "entropy")]),
     ("Tokens at or beyond a clip bound", "% of that sign's tokens", [
@@ -36,7 +35,7 @@ PANELS = [  # (title, y label, curves)
         Curve("mismatch/abs_dlogp_mean", "mean |Δ log p|"), Curve("mismatch/kl_k3", "KL (k3)", "--")]),
     ("Speed", "tokens per second", [
         Curve("tok_per_s/rollout", "rollout"), Curve("tok_per_s/train", "training", "--"),
-        Curve("sec/step", "sec/step (right)", ":", 1.2)]),
+        Curve("sec/step", "sec/step", ":", 1.2)]),
 ]
 
 Run = namedtuple("Run", "name metrics summary flags")
@@ -89,8 +88,8 @@ def draw_curve(axes, run, curve, colour, smooth, faint):
 
 
 def draw_panel(axes, title, unit, curves, runs, smooth):
-    """One panel and its legend, which says as well what was not logged."""
-    several, right, handles, anything = len(runs) > 1, None, [], False
+    """One panel and its legend, which says as well what was not logged; True if some runs lack what others have."""
+    several, right, handles, anything, gaps = len(runs) > 1, None, [], False, False
     for i, curve in enumerate(curves):
         target = axes
         if curve.column == "sec/step":
@@ -100,8 +99,9 @@ def draw_panel(axes, title, unit, curves, runs, smooth):
         drawn = sum(draw_curve(target, run, curve, PALETTE[j if several else i], smooth, faint=not several)
                     for j, run in enumerate(runs))
         anything |= drawn > 0
-        note = "" if drawn == len(runs) else f" ({drawn}/{len(runs)} runs)" if several else ": not logged"
-        if drawn or curve.column != "acc":  # training need not measure accuracy
+        note = "" if drawn == len(runs) else "*" if several else ": not logged"
+        gaps |= 0 < drawn < len(runs)
+        if drawn or curve.column != "eval/acc":  # held-out problems are optional
             colour = "#444444" if several else PALETTE[i] if drawn else "#aaaaaa"
             handles.append(Line2D([], [], color=colour, linestyle=curve.style, linewidth=curve.width, label=curve.label + note))
     if title == "Reward":
@@ -123,9 +123,12 @@ def draw_panel(axes, title, unit, curves, runs, smooth):
         right.spines["top"].set_visible(False)
         right.set(ylabel="seconds per step", **({} if right.lines else {"yticks": []}))
         set_range(right, title)
-    if anything and (len(curves) > 1 or several and note):  # above the axes, where it hides no data
-        axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=min(2, len(handles)), frameon=False,
-                    fontsize=8, handlelength=2.4, columnspacing=1.2, borderpad=0, labelspacing=0.2)
+    if anything and (len(curves) > 1 or gaps):  # above the axes, where it hides no data
+        legend = axes.legend(
+            handles=handles, loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=min(2, len(handles)), frameon=False,
+            fontsize=8, handlelength=2.4, columnspacing=1.2, borderpad=0, labelspacing=0.2)
+        legend.set_in_layout(False)  # the title's pad is its room; a wide one must not narrow the panel
+    return gaps
 
 
 def set_range(axes, title):
@@ -167,11 +170,13 @@ def draw(run_dirs, out_path, smooth=1):
     if kind not in figure.canvas.get_supported_filetypes():
         raise UserError(f"--out {out_path}: the name must end in a picture type such as .png, .svg or .pdf")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
+    gaps = False
     for axes, panel in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
-        draw_panel(axes, *panel, runs, smooth)
+        gaps = draw_panel(axes, *panel, runs, smooth) or gaps
     flags = runs[0].flags if len(runs) == 1 else {}
     shown = [f"{name} {flags[name]}" for name in ("precision", "clip", "correction") if flags.get(name) is not None]
-    title = [runs[0].name if len(runs) == 1 else "", *shown, f"mean of the last {smooth} steps" if smooth > 1 else ""]
+    title = [runs[0].name if len(runs) == 1 else "", *shown, f"mean of the last {smooth} steps" if smooth > 1 else "",
+             "* not logged by every run" if gaps else ""]
     if any(title):
         figure.suptitle("   ·   ".join(filter(None, title)), fontsize=11)
     if len(runs) > 1:
@@ -185,13 +190,11 @@ def draw(run_dirs, out_path, smooth=1):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Flags(description=__doc__.splitlines()[0])
     parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="folder with a metrics.csv")
     parser.add_argument("--out", help="picture to write (.png, .svg, .pdf); default for one run: RUN_DIR/curves.png")
-    parser.add_argument("--smooth", type=int, default=1, help="draw the mean of the last N steps; 1 = off")
+    parser.add_argument("--smooth", type=number(int, 1), default=1, help="draw the mean of the last N steps; 1 = off")
     args = parser.parse_args()
-    if args.smooth < 1:
-        raise UserError(f"--smooth {args.smooth}: at least 1 step, which is no smoothing")
     if args.out is None and len(args.run_dirs) > 1:
         raise UserError("--out is needed with several runs: name the picture to write")
     print(draw(args.run_dirs, args.out or os.path.join(args.run_dirs[0], "curves.png"), args.smooth))

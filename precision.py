@@ -20,11 +20,13 @@ in BF16 (its step there is 1.2e-4); in FP32 it does.
 Layers are skipped by name only (lm_head, embeddings, router), never for being small; K or N not a multiple of 16 is refused.
 """
 
+import os
 import re
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp8
 from errors import UserError
@@ -111,6 +113,30 @@ def convert(module, recipe, backend=None, grad_dtype="e4m3", power_of_two=False,
         report.converted.append(name)
     module.precision_recipe = recipe
     return report
+
+
+def load_model(path, recipe, device="cpu", **convert_kwargs):
+    """(model, tokenizer, report): a causal language model from a folder or hub name, in eval mode (dropout off), its weights in
+    the recipe's dtype, converted. Raises UserError when the folder is missing, has no tokenizer, or does not fit the recipe."""
+    dtype = recipe_of(recipe)["dtype"]
+    hub_name = path.count("/") == 1 and path[0] not in "./" and not os.path.exists(path)
+    if not os.path.isdir(path) and not hub_name:
+        raise UserError(f"--model {path}: no such folder; give a transformers folder, a hub name OWNER/NAME, or `tiny`")
+    if os.path.isdir(path) and not os.path.exists(os.path.join(path, "config.json")):
+        raise UserError(f"--model {path}: the folder has no config.json; give a folder saved by transformers' save_pretrained")
+    for what, loader, kwargs in (
+        ("tokenizer", AutoTokenizer, {}),
+        ("model", AutoModelForCausalLM, {"dtype": dtype, "attn_implementation": "sdpa"}),
+    ):
+        try:
+            loaded = loader.from_pretrained(path, **kwargs)
+        except (OSError, ValueError, KeyError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(f"--model {path}: its {what} does not load: {reason}") from error
+        if what == "tokenizer":
+            tokenizer = loaded
+    model = loaded.to(device).eval()
+    return model, tokenizer, convert(model, recipe, **convert_kwargs)
 
 
 def kept_by_position(names, keep_bf16):

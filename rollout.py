@@ -10,10 +10,11 @@ one of the EOS ids, `length` at max_tokens. Log-probs are FP32 and *processed*: 
 applied, over the whole vocabulary (top-p and top-k would renormalise it and are not offered in training).
 
 HFEngine runs a transformers module: the learner's own, quantised layers and all, when both sides use one recipe, else a
-converted copy that `sync` fills. Per call: prompts sorted by length and left-padded, each prompt's KV computed once and repeated
-n times, one token per row and step, finished rows dropped from the batch and the cache. Random numbers: row (prompt i, member j)
-draws its uniforms from its own generator seeded by (seed, i, j) and samples by the inverse CDF, so members of a group differ, a
-call is reproducible, and a row's draws do not depend on its neighbours (its logits may, by rounding, and with fp8-tensor scales).
+converted copy that `sync` fills. Per call: prompts sorted by length and left-padded, each prompt's KV computed once and
+repeated n times, one token per row and step, finished rows dropped from the batch and the cache. Random numbers: row (prompt
+i, member j) draws its uniforms from its own generator seeded by (seed, i, j) and samples by the inverse CDF, so members of a
+group differ, a call is reproducible, and a row's draws do not depend on its neighbours (its logits may, by rounding, and with
+fp8-tensor scales).
 
 `python bench.py rollout` measures it against `model.generate`.
 """
@@ -147,7 +148,7 @@ class HFEngine:
         order = sorted(range(len(prompt_ids)), key=lambda i: len(prompt_ids[i]))
         per_batch = max(1, self.max_rows // n)
         done = [None] * (len(prompt_ids) * n)
-        with tqdm(total=len(done), desc="sampling", leave=False, disable=not progress) as bar:
+        with tqdm(total=len(done), desc="sampling", leave=False, disable=None if progress else True) as bar:
             for k in range(0, len(order), per_batch):
                 self.generate_batch(prompt_ids, order[k : k + per_batch], n, temperature, max_tokens, seed, done, bar)
         return done

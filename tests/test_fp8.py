@@ -24,6 +24,15 @@ CPU_RECIPES = [("tensor", "emulate"), ("row", "emulate"), ("block", "emulate"), 
 INF, NAN = math.inf, math.nan
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small matrices on a busy machine: threads that wait for each other cost six times the work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def gauss(*shape, seed=0, dtype=torch.float32, scale=1.0):
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale).to(dtype)
 
@@ -661,6 +670,17 @@ def test_scales_handed_to_scaled_mm_have_the_shapes_and_strides_it_wants(monkeyp
         else:
             padded = -(-blocks // 4) * 4
             assert scale_b.shape == (padded, b.shape[1] // 128) and scale_b.stride() == (1, padded)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16])
+@pytest.mark.parametrize("features", [128, 384])
+def test_block_scales_of_few_tokens_have_the_strides_cuda_compares(tokens, features):
+    operand = fp8.make_operand(gauss(tokens, features), "block", E4M3, "scaled_mm")
+    kind, scale = fp8.block_layout(operand)
+    assert kind == F.ScalingType.BlockWise1x128 and scale.shape == (tokens, features // 128)
+    assert torch.equal(scale, operand.scale)
+    assert scale.stride(0) == 1  # also where that dimension has one element
+    assert scale.stride(1) == tokens or (scale.shape[1] == 1 and scale.stride(1) == 1)
 
 
 # -----------------------------------------------------------------------------

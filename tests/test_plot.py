@@ -28,7 +28,7 @@ def make_run(folder, steps=6, without=(), summary=True):
     log = RunLog(folder)
     for step in range(1, steps + 1):
         row = {name: (i + 1) / 100 * step for i, name in enumerate(COLUMNS) if name not in without}
-        log.log(step, row | ({"acc": 0.1 * step} if step % 2 == 0 else {}))
+        log.log(step, row | ({"eval/acc": 0.1 * step} if step % 2 == 0 else {}))
     log.close()
     write_json(os.path.join(folder, "flags.json"), {"precision": "fp8-block", "clip": "calibrated", "correction": None})
     if summary:
@@ -125,7 +125,8 @@ def test_missing_columns_are_named(tmp_path, figures):
     for title, label in (("Speed", "training: not logged"), ("Sampler", "KL (k3): not logged")):
         assert label in [text.get_text() for text in panel(figures[0], title).get_legend().get_texts()]
     draw([make_run(tmp_path / "run"), make_run(tmp_path / "less", without=gone)], tmp_path / "a.png")
-    assert [t.get_text() for t in panel(figures[1], "Entropy").get_legend().get_texts()] == ["entropy (1/2 runs)"]
+    assert [t.get_text() for t in panel(figures[1], "Entropy").get_legend().get_texts()] == ["entropy*"]
+    assert "* not logged by every run" in figures[1].get_suptitle() and "*" not in figures[0].get_suptitle()
 
 
 @pytest.mark.parametrize("case", ["one", "short", "missing", "some missing", "several"])
@@ -172,7 +173,7 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
     (empty / "metrics.csv").write_text("time,reward\n1,2\n")
     assert "no column step" in run_cli(monkeypatch, capsys, empty)
     assert "--out is needed" in run_cli(monkeypatch, capsys, good, good)
-    assert "--smooth 0" in run_cli(monkeypatch, capsys, good, "--smooth", "0")
+    assert "argument --smooth: '0'" in run_cli(monkeypatch, capsys, good, "--smooth", "0")
     assert "must end in a picture type" in run_cli(monkeypatch, capsys, good, "--out", tmp_path / "a.xyz")
     assert "No such file" in run_cli(monkeypatch, capsys, good, "--out", tmp_path / "no/folder/a.png")
     assert "8 runs in one picture" in run_cli(monkeypatch, capsys, *[good] * 8, "--out", tmp_path / "a.png")

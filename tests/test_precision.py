@@ -20,6 +20,15 @@ from precision import Masters, convert, converted_layers, high_precision, weight
 FP8_RECIPES = ("fp8-tensor", "fp8-row", "fp8-block")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small matrices on a busy machine: threads that wait for each other cost six times the work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def tiny_qwen3(seed=0, tied=True):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -86,7 +95,7 @@ def test_options_reach_every_layer():
     with pytest.raises(UserError, match="--fp8-backend 'cutlass'"):
         convert(model, "fp8-row", backend="cutlass")
     with pytest.raises(UserError, match="no block-scaled kernel on cpu"):
-        convert(model, "fp8-block", backend="scaled_mm")
+        convert(nn.Sequential(nn.Linear(128, 128)), "fp8-block", backend="scaled_mm")
     assert not converted_layers(model)
 
 
@@ -102,7 +111,7 @@ def test_a_bare_linear():
 def test_layers_are_skipped_by_name_only():
     model = Decoder()
     report = convert(model, "fp8-tensor")
-    assert report.converted == [f"layers.{i}.mlp.{part}_proj" for i in range(3) for part in ("gate", "up")]  # small, yet converted
+    assert report.converted == [f"layers.{i}.mlp.{part}_proj" for i in range(3) for part in ("gate", "up")]  # small or not
     assert set(report.skipped) == {"embed_proj", "lm_head"} | {
         f"layers.{i}.{part}" for i in range(3) for part in ("mlp.gate", "mlp.shared_expert_gate", "router")
     }
@@ -167,7 +176,8 @@ def test_first_and_last_layers_stay_in_bf16(keep, kept):
     report = convert(Decoder(5), "fp8-row", keep_bf16=keep)
     assert sorted({int(name.split(".")[1]) for name, why in report.skipped.items() if "keep-bf16" in why}) == kept
     assert sorted({int(name.split(".")[1]) for name in report.converted}) == [i for i in range(5) if i not in kept]
-    assert all(why == f"--keep-bf16 {keep}" for name, why in report.skipped.items() if name.endswith("_proj") and name[0] == "l")
+    reasons = {why for name, why in report.skipped.items() if name.endswith(("gate_proj", "up_proj"))}
+    assert reasons == ({f"--keep-bf16 {keep}"} if kept else set())
 
 
 def test_layers_are_counted_by_number_not_by_text():
@@ -333,24 +343,18 @@ def fsdp_worker(rank, port, folder):
     def assert_nothing_cached(model):
         assert converted_layers(model) and all(not layer.cache for layer in converted_layers(model))
 
-    def check(build, recipe, convert_first=True):
+    def check(build, recipe):
         model = build()
-        if convert_first:
-            convert(model, recipe)
-            output_before = None
+        convert(model, recipe)
         for part in parts(model):
             fully_shard(part, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
-        if not convert_first:
-            convert(model, recipe)
         weights_changed(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        output_before = None
+        previous = None
         for step in range(2):
             y = output(model)
             assert_nothing_cached(model)
-            assert output_before is None or not torch.equal(y, output_before)
-            output_before = y.detach()
             y.float().square().sum().backward()
             assert_nothing_cached(model)
             assert all(p.grad is not None and p.dtype == torch.float32 for p in model.parameters())
@@ -358,25 +362,46 @@ def fsdp_worker(rank, port, folder):
             optimizer.zero_grad()
             weights_changed(model)
             with torch.no_grad():
-                got, want = output(model), output(fresh_copy(model, build, recipe))
+                want, got = output(fresh_copy(model, build, recipe)), output(model)
             assert torch.equal(got, want), f"{build.__name__} {recipe} step {step}"
+            assert previous is None or not torch.equal(got, previous)
+            previous = got
             assert_nothing_cached(model)
-            weights_changed(model)  # the root's parameters are whole at this moment: a forward without backward left them so
+
+    def check_whole_root():
+        """After a forward without a backward FSDP2 leaves the root's own parameters whole; that is no leave to cache them."""
+        model = toy()
+        convert(model, "fp8-row")
+        fully_shard(model, mp_policy=policy)
+        weights_changed(model)
+        for _ in range(2):
             with torch.no_grad():
                 output(model)
-            assert_nothing_cached(model)
+            weights_changed(model)
+        assert_nothing_cached(model)
+        output(model).sum().backward()
+        assert_nothing_cached(model)
+
+    def check_converted_after_sharding():
+        model = toy()
+        fully_shard(model, mp_policy=policy)
+        convert(model, "fp8-row")
+        output(model).sum().backward()
+        assert_nothing_cached(model)
 
     try:
         for recipe in FP8_RECIPES:
             check(toy, recipe)
         check(tiny_qwen3, "fp8-row")
         check(tiny_qwen3, "fp8-block")
+        check_whole_root()
+        check_converted_after_sharding()
         (folder / f"done{rank}").touch()
     finally:
         dist.destroy_process_group()
 
 
-def test_fsdp2_on_two_processes_never_uses_stale_weights(tmp_path):
+def test_fsdp2_on_two_processes_uses_no_stale_weights_and_caches_none(tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -542,7 +567,7 @@ def test_training_with_masters_follows_fp32_training():
         convert(model, recipe)
         masters = Masters(model)
         optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-2)
-        for _ in range(60):
+        for _ in range(40):
             loss = (model(x.to(dtype)).float() - target).square().mean()
             loss.backward()
             optimizer.step()
