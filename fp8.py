@@ -71,7 +71,7 @@ FORMAT = {torch.float8_e4m3fn: (3, -6), torch.float8_e5m2: (2, -14)}
 def compute_scale(x, granularity, dim, dtype, block=(1, BLOCK), power_of_two=False):
     """Inverse scales, FP32, with as many dimensions as x: size 1 where the amax ran over the whole dimension."""
     if granularity == "tensor":
-        amax = x.abs().amax().reshape([1] * x.dim())
+        amax = (x.abs().amax() if x.numel() else x.new_zeros(())).reshape([1] * x.dim())
     elif granularity == "row":
         amax = x.abs().amax(dim, keepdim=True)
     elif granularity == "block":
@@ -106,6 +106,15 @@ def expand_scale(scale, shape, block=None):
     return scale
 
 
+def scale_and_clamp(x, granularity, dim, dtype, block, power_of_two):
+    """(x / scale clamped to the format's range, FP32; scale as in `compute_scale`)."""
+    scale = compute_scale(x, granularity, dim, dtype, block, power_of_two)
+    limit = torch.finfo(dtype).max
+    sizes = block_size(x, dim, block) if granularity == "block" else None
+    return torch.div(x, expand_scale(scale, x.shape, sizes)).float().clamp_(-limit, limit), scale
+
+
+@torch.no_grad()
 def quantize(x, granularity="tensor", dim=-1, dtype=torch.float8_e4m3fn, block=(1, BLOCK), power_of_two=False):
     """Quantise x to FP8 codes and inverse scales, x ~ q * scale.
 
@@ -115,11 +124,8 @@ def quantize(x, granularity="tensor", dim=-1, dtype=torch.float8_e4m3fn, block=(
     NaN and inf in x come out as NaN after dequantising everything that shares their scale. Raises ValueError on an unknown
     granularity and on blocks of a tensor that is not 2-D. Source: S = amax / F_max, arXiv:2609.22870 section 1.
     """
-    scale = compute_scale(x, granularity, dim, dtype, block, power_of_two)
-    limit = torch.finfo(dtype).max
-    sizes = block_size(x, dim, block) if granularity == "block" else None
-    q = torch.div(x, expand_scale(scale, x.shape, sizes)).clamp_(-limit, limit).to(dtype)
-    return q, scale.reshape(()) if granularity == "tensor" else scale
+    scaled, scale = scale_and_clamp(x, granularity, dim, dtype, block, power_of_two)
+    return scaled.to(dtype), scale.reshape(()) if granularity == "tensor" else scale
 
 
 def dequantize(q, scale, block=None):
@@ -160,10 +166,7 @@ class Operand(NamedTuple):
 
 def make_operand(x, granularity, dtype, backend, block=(1, BLOCK), power_of_two=False, products=torch.bfloat16):
     """Quantise the matrix x (rows, contraction) along its last dimension for `gemm`."""
-    scale = compute_scale(x, granularity, -1, dtype, block, power_of_two)
-    limit = torch.finfo(dtype).max
-    sizes = block if granularity == "block" else None
-    scaled = torch.div(x, expand_scale(scale, x.shape, sizes)).clamp_(-limit, limit)
+    scaled, scale = scale_and_clamp(x, granularity, -1, dtype, block, power_of_two)
     codes = scaled.to(dtype).contiguous() if backend == "scaled_mm" else round_to_grid(scaled, dtype).to(products)
     return Operand(codes, scale)
 
@@ -208,7 +211,8 @@ def block_layout(operand):
     """(ScalingType, scales) in the strides cuBLASLt wants: 1 x 128: (rows, blocks) with strides (1, rows);
     128 x 128: (blocks along the contraction padded to a multiple of 4, row blocks) with strides (1, that)."""
     if operand.scale.shape[0] == operand.codes.shape[0]:
-        return F.ScalingType.BlockWise1x128, operand.scale.t().contiguous().t()
+        scale = torch.empty_strided(operand.scale.shape, (1, operand.scale.shape[0]), device=operand.scale.device)
+        return F.ScalingType.BlockWise1x128, scale.copy_(operand.scale)  # .t().contiguous() leaves odd strides when rows == 1
     padded = F.pad(operand.scale, (0, -operand.scale.shape[1] % 4)).contiguous()  # (row blocks, P)
     return F.ScalingType.BlockWise128x128, padded.t()
 
@@ -284,22 +288,27 @@ class FP8Linear(nn.Linear):
     @classmethod
     def of(cls, linear, granularity, backend, grad_dtype=torch.float8_e4m3fn, power_of_two=False, fp32_products=False):
         """Turn an nn.Linear into an FP8Linear in place (its parameters and hooks stay the same objects) and return it.
-        Raises ValueError if K or N is not a multiple of 16 (128 for blocks through scaled_mm), or the backend cannot run."""
-        step = BLOCK if (granularity, backend) == ("block", "scaled_mm") else 16
-        if linear.in_features % step or linear.out_features % step:
-            sizes = f"in_features {linear.in_features} and out_features {linear.out_features}"
-            raise ValueError(f"{sizes} must be multiples of {step} for an FP8 GEMM")
-        if granularity not in GRANULARITIES:
-            raise ValueError(f"granularity {granularity!r} is not one of {', '.join(GRANULARITIES)}")
-        if linear.weight.device.type != "meta":
-            check_backend(backend, granularity, linear.weight.device)
+        Raises ValueError as `check` does."""
+        cls.check(linear, granularity, backend)
         linear.__class__ = cls
         linear.granularity, linear.backend, linear.grad_dtype = granularity, backend, grad_dtype
         linear.power_of_two, linear.fp32_products = power_of_two, fp32_products
         linear.quantized = True  # precision.high_precision sets it to False for a while
-        linear.cache = {}  # (transposed, products dtype) -> Operand, until drop_cache
-        linear.cache_allowed = True
+        linear.cache = {}  # (transposed, products dtype) -> Operand, and "of" -> the weight they were made from
+        linear.cache_allowed = not hasattr(linear.weight, "device_mesh")
         return linear
+
+    @staticmethod
+    def check(linear, granularity, backend):
+        """Raises ValueError if K or N is not a multiple of 16 (128 for blocks through scaled_mm) or the backend cannot run."""
+        if granularity not in GRANULARITIES:
+            raise ValueError(f"granularity {granularity!r} is not one of {', '.join(GRANULARITIES)}")
+        step = BLOCK if (granularity, backend) == ("block", "scaled_mm") else 16
+        if linear.in_features % step or linear.out_features % step:
+            sizes = f"in_features {linear.in_features} and out_features {linear.out_features}"
+            raise ValueError(f"{sizes} must be multiples of {step} for an FP8 GEMM; pad them or use --precision bf16")
+        if linear.weight.device.type != "meta":
+            check_backend(backend, granularity, linear.weight.device)
 
     def forward(self, x):
         if not self.quantized or x.numel() == 0:
@@ -315,10 +324,12 @@ class FP8Linear(nn.Linear):
 
     def products(self, x):
         """The dtype in which `emulate` multiplies codes."""
-        return torch.float32 if self.fp32_products or x.dtype == torch.float32 else torch.bfloat16
+        return torch.float32 if self.fp32_products or x.dtype in (torch.float32, torch.float64) else torch.bfloat16
 
     def weight_operand(self, weight, products, transposed=False):
         """The cached operand of W (N, K), or of W^T (K, N), made from the weight rounded to BF16."""
+        if self.cache.get("of") is not weight:  # another tensor in the weight's place (torch.func.functional_call)
+            self.cache = {"of": weight} if self.cache_allowed else {}
         key = (transposed, products)
         if key in self.cache:
             return self.cache[key]
@@ -335,15 +346,15 @@ class FP8Linear(nn.Linear):
 
     def drop_cache(self):
         """Forget quantised weights. Sharded parameters (FSDP2) are never cached: their full size must not outlive a reshard."""
-        self.cache.clear()
-        self.cache_allowed = not hasattr(self.weight, "device_mesh")
+        self.cache = {}
+        self.cache_allowed = self.cache_allowed and not hasattr(self.weight, "device_mesh")
 
     def _apply(self, fn, recurse=True):
-        self.cache.clear()  # .to(), .cuda(), .float() change the weight
+        self.cache = {}  # .to(), .cuda(), .float() change the weight
         return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, *args, **kwargs):
-        self.cache.clear()
+        self.cache = {}
         return super()._load_from_state_dict(*args, **kwargs)
 
     def extra_repr(self):

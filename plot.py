@@ -25,7 +25,7 @@ PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 
 Curve = namedtuple("Curve", "column label style width", defaults=["-", 1.6])
 PANELS = [  # (title, y label, curves)
-    ("Reward", "mean per completion", [Curve("reward", "reward"), Curve("eval/acc", "held-out accuracy", "--", 1.2)]),
+    ("Reward", "mean per completion", [Curve("reward", "reward")]),
     ("Response length", "tokens", [Curve("len/mean", "mean length")]),
     ("Entropy", "nats per token", [Curve("entropy", "entropy")]),
     ("Tokens at or beyond a clip bound", "% of that sign's tokens", [
@@ -101,9 +101,8 @@ def draw_panel(axes, title, unit, curves, runs, smooth):
         anything |= drawn > 0
         note = "" if drawn == len(runs) else "*" if several else ": not logged"
         gaps |= 0 < drawn < len(runs)
-        if drawn or curve.column != "eval/acc":  # held-out problems are optional
-            colour = "#444444" if several else PALETTE[i] if drawn else "#aaaaaa"
-            handles.append(Line2D([], [], color=colour, linestyle=curve.style, linewidth=curve.width, label=curve.label + note))
+        colour = "#444444" if several else PALETTE[i] if drawn else "#aaaaaa"
+        handles.append(Line2D([], [], color=colour, linestyle=curve.style, linewidth=curve.width, label=curve.label + note))
     if title == "Reward":
         handles += draw_accuracy(axes, runs)
         anything |= len(axes.containers) > 0
@@ -123,7 +122,7 @@ def draw_panel(axes, title, unit, curves, runs, smooth):
         right.spines["top"].set_visible(False)
         right.set(ylabel="seconds per step", **({} if right.lines else {"yticks": []}))
         set_range(right, title)
-    if anything and (len(curves) > 1 or gaps):  # above the axes, where it hides no data
+    if anything and (len(handles) > 1 or gaps):  # above the axes, where it hides no data
         legend = axes.legend(
             handles=handles, loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=min(2, len(handles)), frameon=False,
             fontsize=8, handlelength=2.4, columnspacing=1.2, borderpad=0, labelspacing=0.2)
@@ -141,14 +140,18 @@ def set_range(axes, title):
 
 
 def draw_accuracy(axes, runs):
-    """Held-out accuracy before and after training, with one standard error; the legend's handle if there is any."""
+    """Held-out accuracy with one standard error, before training and wherever it was evaluated; the legend's handle if any."""
     found = False
     for j, run in enumerate(runs):
-        last = run.metrics["step"][-1]
-        shift = 0.012 * last * (j - (len(runs) - 1) / 2)  # error bars of several runs side by side
-        for when, step in (("before", 0), ("after", last)):
-            acc, se = run.summary.get(f"acc_{when}"), run.summary.get(f"se_{when}")
-            if acc is not None:
+        steps, columns = run.metrics["step"], run.metrics
+        shift = 0.012 * steps[-1] * (j - (len(runs) - 1) / 2)  # error bars of several runs side by side
+        points = [(0, run.summary.get("acc_before"), run.summary.get("se_before"))]
+        if "eval/acc" in columns:
+            points += zip(steps, columns["eval/acc"], columns["eval/se"], strict=True)
+        else:
+            points += [(steps[-1], run.summary.get("acc_after"), run.summary.get("se_after"))]
+        for step, acc, se in points:
+            if acc is not None and math.isfinite(acc):
                 axes.errorbar(step + shift, acc, yerr=se, fmt="D", color=PALETTE[j if len(runs) > 1 else 2], markersize=5,
                               capsize=3, elinewidth=1.2, zorder=3)
                 found = True

@@ -45,7 +45,10 @@ SKIPPED_NAMES = ("lm_head", "embed_out", "router", "gate", "shared_expert_gate")
 class Report(dict):
     """What `convert` did: report.converted (list of names) and report.skipped (name -> reason); also by key."""
 
-    __getattr__ = dict.__getitem__
+    def __getattr__(self, name):
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
 
     def __str__(self):
         skipped = ", ".join(f"{name} ({why})" for name, why in self.skipped.items()) or "none"
@@ -68,7 +71,8 @@ def convert(module, recipe, backend=None, grad_dtype="e4m3", power_of_two=False,
     """Convert every nn.Linear of `module` (itself included) in place; parameters and state_dict keys stay the same.
 
     recipe         a name of RECIPES; `fp32` and `bf16` convert nothing (the caller chooses the module's dtype)
-    backend        emulate | scaled_mm, default by device; grad_dtype e4m3 | e5m2; power_of_two rounds scales up
+    backend        emulate | scaled_mm, default by the device the weights are on now: move the model first
+    grad_dtype     e4m3 | e5m2; power_of_two rounds scales up
     fp32_products  emulate multiplies codes in FP32 instead of BF16
     keep_bf16      layers left out by position, e.g. "first:1,last:2" (decoder layers counted by the number in their name)
     returns        Report(recipe, converted, skipped). Raises UserError (a ValueError) naming the layer or flag.
@@ -79,12 +83,14 @@ def convert(module, recipe, backend=None, grad_dtype="e4m3", power_of_two=False,
     kept = kept_by_position([name for name, _ in linears], keep_bf16)
     if grad_dtype not in GRAD_DTYPES:
         raise UserError(f"gradient format {grad_dtype!r} is not one of {', '.join(GRAD_DTYPES)}")
-    chosen = []
+    if backend is not None and backend not in fp8.BACKENDS:
+        raise UserError(f"--fp8-backend {backend!r} is not one of {', '.join(fp8.BACKENDS)}")
     for name, layer in linears:  # decide first, convert afterwards: a refusal leaves the module as it was
+        if hasattr(layer.weight, "device_mesh"):
+            raise UserError(f"layer {name!r} is sharded already: call precision.convert before fully_shard")
         part = next((p for p in name.split(".") if p in SKIPPED_NAMES or p.startswith("embed")), None)
         if granularity is None:
             report.skipped[name] = f"recipe {recipe}"
-            layer.__class__ = nn.Linear if isinstance(layer, fp8.FP8Linear) else layer.__class__  # undoes an earlier conversion
         elif part:
             report.skipped[name] = f"named {part}"
         elif name in kept:
@@ -92,25 +98,19 @@ def convert(module, recipe, backend=None, grad_dtype="e4m3", power_of_two=False,
         elif type(layer) not in (nn.Linear, fp8.FP8Linear):
             report.skipped[name] = f"a {type(layer).__name__}, not a plain nn.Linear"
         else:
-            if layer.in_features % 16 or layer.out_features % 16:
-                raise UserError(
-                    f"layer {name or type(module).__name__!r} has in_features {layer.in_features} and out_features "
-                    f"{layer.out_features}; FP8 needs multiples of 16: pad the model's sizes or use --precision bf16"
-                )
-            chosen.append((name, layer))
-    for name, layer in chosen:
-        try:
-            fp8.FP8Linear.of(
-                layer,
-                granularity,
-                backend or default_backend(layer.weight.device),
-                GRAD_DTYPES[grad_dtype],
-                power_of_two,
-                fp32_products,
-            )
-        except ValueError as error:
-            raise UserError(f"layer {name or type(module).__name__!r}: {error}") from error
-        report.converted.append(name)
+            try:
+                fp8.FP8Linear.check(layer, granularity, backend or default_backend(layer.weight.device))
+            except ValueError as error:
+                raise UserError(f"layer {name or type(module).__name__!r}: {error}") from error
+            report.converted.append(name)
+    if keep_bf16 and granularity and not report.converted:
+        raise UserError(f"--keep-bf16 {keep_bf16} leaves no layer to convert; use --precision bf16 if that is meant")
+    for name, layer in linears:
+        if type(layer) is fp8.FP8Linear:
+            layer.__class__ = nn.Linear  # undo an earlier conversion
+        if name in report.converted:
+            layer_backend = backend or default_backend(layer.weight.device)
+            fp8.FP8Linear.of(layer, granularity, layer_backend, GRAD_DTYPES[grad_dtype], power_of_two, fp32_products)
     module.precision_recipe = recipe
     return report
 
@@ -143,7 +143,7 @@ def kept_by_position(names, keep_bf16):
     """Names of the linear layers inside the first or last decoder layers that `keep_bf16` ("first:1,last:1") leaves out."""
     if not keep_bf16:
         return set()
-    number = {name: int(m[1]) for name in names if (m := re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.", name))}
+    number = {name: int(m[1]) for name in names if (m := re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)", name))}
     count = 1 + max(number.values(), default=-1)
     kept = set()
     for part in keep_bf16.split(","):
@@ -170,7 +170,8 @@ def weights_changed(module):
 
 @contextmanager
 def high_precision(module):
-    """Run the same module, with the same weights, without quantisation; nests, and restores on exceptions."""
+    """Run the same module, with the same weights, without quantisation; nests, and restores on exceptions. A backward with
+    activation checkpointing runs the forward again: keep it inside as well."""
     before = [(layer, layer.quantized) for layer in converted_layers(module)]
     for layer, _ in before:
         layer.quantized = False
@@ -199,7 +200,6 @@ class Masters:
                 self.weights[name] = p
                 continue
             master = nn.Parameter(p.detach().float())
-            master.grad = torch.zeros_like(master)
             p.register_post_accumulate_grad_hook(lambda p, master=master: accumulate_grad(p, master))
             self.weights[name] = master
 
@@ -221,10 +221,13 @@ class Masters:
 
     @torch.no_grad()
     def load(self, weights):
-        """Load named FP32 weights (a checkpoint's) into the masters and the model. Raises UserError on a missing name."""
-        missing = [name for name in self.weights if name not in weights]
-        if missing:
-            raise UserError(f"the checkpoint lacks {len(missing)} weights, first {missing[0]!r}: is it another model's?")
+        """Load named FP32 weights (a checkpoint's) into the masters and the model. Raises UserError, before anything is
+        changed, unless names and shapes are exactly the model's."""
+        odd = sorted(self.weights.keys() ^ weights.keys())
+        odd = odd or [name for name, w in self.weights.items() if w.shape != weights[name].shape]
+        if odd:
+            count = f"{len(odd)} names or shapes differ, first {odd[0]!r}"
+            raise UserError(f"the checkpoint's weights are not this model's: {count}")
         for name, w in self.weights.items():
             w.copy_(weights[name])
         self.publish()
@@ -232,5 +235,5 @@ class Masters:
 
 def accumulate_grad(p, master):
     """Add a BF16 gradient to the FP32 one and free it."""
-    master.grad.add_(p.grad)
+    master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
     p.grad = None

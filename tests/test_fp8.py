@@ -768,7 +768,8 @@ def test_quantised_weights_stay_out_of_the_state_dict():
 
 def test_memory_of_the_cache_is_what_the_docstring_says():
     def cached_bytes(layer):  # an operand that is a view of another one costs nothing
-        storages = {o.codes.untyped_storage().data_ptr(): o.codes.untyped_storage().nbytes() for o in layer.cache.values()}
+        operands = [o for key, o in layer.cache.items() if key != "of"]
+        storages = {o.codes.untyped_storage().data_ptr(): o.codes.untyped_storage().nbytes() for o in operands}
         return sum(storages.values()) / layer.weight.numel()
 
     x = gauss(4, 256, dtype=torch.bfloat16)
@@ -812,3 +813,28 @@ def test_results_do_not_depend_on_the_call():
             for a, b in zip(passes(layer, x, dy), first, strict=True):
                 assert torch.equal(a, b)
         assert f"fp8-{granularity}, backend={backend}" in repr(layer)
+
+
+def test_another_tensor_in_the_weights_place_is_not_answered_from_the_cache():
+    layer = fp8.FP8Linear.of(nn.Linear(32, 48, bias=False), "row", "emulate")
+    x, other = torch.randn(4, 32), torch.randn(48, 32)
+    first = layer(x)
+    swapped = torch.func.functional_call(layer, {"weight": other}, x)
+    fresh = nn.Linear(32, 48, bias=False)
+    fresh.weight.data.copy_(other)
+    assert torch.equal(swapped, fp8.FP8Linear.of(fresh, "row", "emulate")(x))
+    assert torch.equal(layer(x), first)
+
+
+def test_float64_input_is_quantised_like_float32():
+    layer = fp8.FP8Linear.of(nn.Linear(32, 48), "row", "emulate")
+    x = torch.randn(4, 32)
+    y = layer(x.double())
+    assert y.dtype == torch.float64
+    assert (y.float() - layer(x)).abs().max() < 1e-6
+
+
+def test_empty_tensor_quantises_to_nothing():
+    for granularity in fp8.GRANULARITIES:
+        q, scale = fp8.quantize(torch.zeros(0, 16), granularity)
+        assert q.shape == (0, 16) and scale.isfinite().all()
