@@ -176,7 +176,7 @@ def gemm(a, b, granularity, backend, out_dtype):
     if backend == "scaled_mm":
         return gemm_scaled_mm(a, b, granularity, out_dtype)
     if granularity != "block":
-        return (a.codes @ b.codes.t()).float().mul_(a.scale).mul_(b.scale.t()).to(out_dtype)
+        return (a.codes @ b.codes.t()).mul(a.scale).mul_(b.scale.t()).to(out_dtype)  # FP32 from the first scale on
     M, K, N = *a.codes.shape, b.codes.shape[0]
     scale_a = expand_scale(a.scale, (M, a.scale.shape[1]))  # (M, blocks)
     scale_b = expand_scale(b.scale, (N, b.scale.shape[1]))  # (N, blocks)
@@ -263,9 +263,7 @@ class FP8Matmul(torch.autograd.Function):
     def forward(ctx, x, weight, layer):
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
-        # Y (T, N) = X (T, K) @ W^T (K, N)
-        b = layer.weight_operand(weight, layer.products(x))
-        return gemm(layer.activation(x), b, layer.granularity, layer.backend, x.dtype)
+        return layer.output(x, weight)
 
     @staticmethod
     def backward(ctx, dy):
@@ -314,9 +312,16 @@ class FP8Linear(nn.Linear):
         if not self.quantized or x.numel() == 0:
             bias = None if self.bias is None else self.bias.to(x.dtype)
             return F.linear(x, self.weight.to(x.dtype), bias)
-        y = FP8Matmul.apply(x.reshape(-1, x.shape[-1]), self.weight, self)
+        flat = x.reshape(-1, x.shape[-1])
+        # Sampling skips the autograd function, whose call alone costs as much as a small GEMM
+        y = FP8Matmul.apply(flat, self.weight, self) if torch.is_grad_enabled() else self.output(flat, self.weight)
         y = y.reshape(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def output(self, x, weight):
+        """Y (T, N) = X (T, K) @ W^T (K, N)."""
+        b = self.weight_operand(weight, self.products(x))
+        return gemm(self.activation(x), b, self.granularity, self.backend, x.dtype)
 
     def activation(self, x, dtype=torch.float8_e4m3fn):
         """X, dY or their transposes as an operand (rows, contraction), quantised along the last dimension."""
