@@ -222,7 +222,7 @@ def grade_batch(completions, golds, truncated, limit=None, progress=False):
         rewards = threads.map(functools.partial(grade, limit=limit), completions, golds, truncated)
         if progress:
             from tqdm import tqdm  # only the evaluation draws a bar
-            rewards = tqdm(rewards, total=len(completions), desc="grade")
+            rewards = tqdm(rewards, total=len(completions), desc="grading", leave=False, disable=None)
         return list(rewards)
     finally:
         threads.shutdown(cancel_futures=True)  # on Ctrl-C do not grade the rest first

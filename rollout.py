@@ -21,6 +21,7 @@ fp8-tensor scales).
 
 import copy
 import hashlib
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -64,7 +65,7 @@ def eos_ids(model, tokenizer):
 def fingerprint(named_weights, count=8):
     """Sum and absolute sum (float64) of up to `count` tensors spread over the model: cheap, and different after a step."""
     named = list(named_weights)
-    chosen = named[:: max(1, len(named) // count)]
+    chosen = named[:: -(-len(named) // count) or 1]
     return {name: (w.double().sum().item(), w.double().abs().sum().item()) for name, w in chosen}
 
 
@@ -124,9 +125,10 @@ class HFEngine:
     def __init__(self, model, tokenizer, recipe, max_rows=256, **convert_kwargs):
         self.model = model
         if getattr(model, "precision_recipe", None) != recipe:
-            self.model = copy.deepcopy(model).to(precision.recipe_of(recipe)["dtype"]).requires_grad_(False)
+            self.model = copy.deepcopy(model).requires_grad_(False)
+            for p in self.model.parameters():  # parameters alone: RoPE's buffer stays FP32, as from_pretrained leaves it
+                p.data = p.data.to(precision.recipe_of(recipe)["dtype"])
             precision.convert(self.model, recipe, **convert_kwargs)
-        self.shares_weights = self.model is model
         self.max_rows = max_rows
         self.eos = eos_ids(model, tokenizer)
         self.pad_id = self.eos[0]
@@ -141,24 +143,30 @@ class HFEngine:
         Raises UserError on an empty prompt or one that leaves no room in the model's context.
         """
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if limit and max_tokens >= limit:
+            raise UserError(f"--max-tokens {max_tokens} leaves no room for a prompt: the model's context is {limit} tokens")
         for i, ids in enumerate(prompt_ids):
             if not ids or (limit and len(ids) + max_tokens > limit):
                 room = f"1 to {limit - max_tokens} with --max-tokens {max_tokens}" if limit else "at least 1"
                 raise UserError(f"prompt {i} has {len(ids)} tokens; the model takes {room}")
+        assert not self.model.training, "the sampler's module must be in eval mode: dropout would make the log-probs noise"
         order = sorted(range(len(prompt_ids)), key=lambda i: len(prompt_ids[i]))
-        per_batch = max(1, self.max_rows // n)
+        members = [(i, j) for i in order for j in range(n)]
         done = [None] * (len(prompt_ids) * n)
         with tqdm(total=len(done), desc="sampling", leave=False, disable=None if progress else True) as bar:
-            for k in range(0, len(order), per_batch):
-                self.generate_batch(prompt_ids, order[k : k + per_batch], n, temperature, max_tokens, seed, done, bar)
+            for k in range(0, len(members), self.max_rows):
+                batch = members[k : k + self.max_rows]
+                completions = self.generate_batch(prompt_ids, batch, temperature, max_tokens, seed, bar)
+                for (i, j), completion in zip(batch, completions, strict=True):
+                    done[i * n + j] = completion
         return done
 
-    def generate_batch(self, prompt_ids, chosen, n, temperature, max_tokens, seed, done, bar):
-        """Sample n completions of each chosen prompt together and write them into `done` at prompt * n + member."""
+    def generate_batch(self, prompt_ids, members, temperature, max_tokens, seed, bar):
+        """One Completion for each (prompt, member) of `members`, sampled together; a prompt's members are adjacent."""
         device = self.model.device
-        members = [(i, j) for i in chosen for j in range(n)]
         uniforms = torch.stack([row_uniforms(seed, i, j, max_tokens) for i, j in members]).to(device)
-        logits, cache, mask = self.prefill([prompt_ids[i] for i in chosen], n)
+        counts = Counter(i for i, _ in members)  # in order of first appearance
+        logits, cache, mask = self.prefill([prompt_ids[i] for i in counts], torch.tensor(list(counts.values()), device=device))
         positions = mask.sum(1)  # (rows,) position of the next token
         mask = mask if not mask.all() else None  # equal lengths need no mask, which is faster
         eos = torch.tensor(self.eos, device=device)
@@ -192,13 +200,16 @@ class HFEngine:
             )
             logits, positions = out.logits[:, -1], positions + 1
         bar.update(alive)
-        ids, logps, lengths, stopped = ids.tolist(), logps.tolist(), lengths.tolist(), torch.isin(ids, eos).any(1).tolist()
-        for r, (i, j) in enumerate(members):
-            k = lengths[r]
-            done[i * n + j] = Completion(ids[r][:k], logps[r][:k], "stop" if stopped[r] else "length")
+        if not logps.isfinite().all():
+            where = "the weights or an FP8 operand hold NaN or inf"
+            raise UserError(f"sampling: the log-probs are not finite: {where}; go back to a checkpoint, or lower --lr")
+        ids, logps, lengths = ids.tolist(), logps.tolist(), lengths.tolist()
+        reasons = ["stop" if row[k - 1] in self.eos else "length" for row, k in zip(ids, lengths, strict=True)]
+        fields = zip(ids, logps, lengths, reasons, strict=True)
+        return [Completion(row[:k], row_logps[:k], reason) for row, row_logps, k, reason in fields]
 
-    def prefill(self, prompts, n):
-        """Left-padded prompts through the model once each, then every row repeated n times: (logits, cache, mask (rows, L))."""
+    def prefill(self, prompts, counts):
+        """Left-padded prompts through the model once each, row i repeated counts[i] times: (logits, cache, mask (rows, L))."""
         device = self.model.device
         L = max(map(len, prompts))
         ids = torch.tensor([[self.pad_id] * (L - len(p)) + p for p in prompts], device=device)
@@ -213,9 +224,9 @@ class HFEngine:
             use_cache=True,
             logits_to_keep=1,
         )
-        if n > 1:
-            select_rows(cache, torch.arange(len(prompts), device=device).repeat_interleave(n))
-        return out.logits[:, -1].repeat_interleave(n, 0), cache, mask.repeat_interleave(n, 0)
+        rows = torch.arange(len(prompts), device=device).repeat_interleave(counts)
+        select_rows(cache, rows)
+        return out.logits[:, -1][rows], cache, mask[rows]
 
     def sample(self, logits, temperature, uniform):
         """Inverse-CDF sampling: (rows,) ids and their FP32 log-probs. The CDF is summed in FP64: at 150,000 ids FP32 would
@@ -226,19 +237,24 @@ class HFEngine:
         else:
             cdf = logp[:, : self.vocab].double().exp_().cumsum(-1)
             token = torch.searchsorted(cdf, (uniform * cdf[:, -1])[:, None], right=True).squeeze(1)
+            token = token.clamp_(max=self.vocab - 1)  # a CDF of NaN: reported at the end of the batch
         return token, logp.gather(1, token[:, None]).squeeze(1)
 
     @torch.no_grad()
     def sync(self, named_weights):
-        """Take the learner's weights: pairs (name, tensor). With shared weights only the quantised copies are dropped. Returns
-        the fingerprint of what the engine now holds; raises UserError if the names are not exactly the engine's."""
+        """Take the learner's weights: pairs (name, tensor); quantised copies are dropped. Returns the fingerprint of what the
+        engine now holds; raises UserError if names and shapes are not exactly the engine's."""
         own = dict(self.model.named_parameters())
         sent = dict(named_weights)
         if own.keys() != sent.keys():
             odd = sorted(own.keys() ^ sent.keys())
             raise UserError(f"weight sync: {len(sent)} names sent, {len(own)} expected; first odd one {odd[0]!r}")
-        if not self.shares_weights:
-            for name, w in sent.items():
+        odd = [name for name, w in sent.items() if w.shape != own[name].shape]
+        if odd:
+            shapes = f"{tuple(sent[odd[0]].shape)}, expected {tuple(own[odd[0]].shape)}"
+            raise UserError(f"weight sync: {odd[0]} has shape {shapes}")
+        for name, w in sent.items():
+            if own[name] is not w:  # the learner's own module needs no copy
                 own[name].copy_(w)
         precision.weights_changed(self.model)
         return fingerprint(own.items())
