@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import fp8
-from errors import Flags, UserError, number, run_main
+from errors import Flags, UserError, check_device, number, run_main
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 BOUNDS = {"tensor": 0.05, "row": 0.04, "block": 0.04}  # relative error of an E4M3 GEMM of Gaussians against float64
@@ -33,13 +33,13 @@ AGREE = 1e-2  # scaled_mm against emulate
 
 
 def gemms(granularity, backend, x, w, dy, grad_dtype, power_of_two):
-    """Output, input gradient and weight gradient of an FP8Linear on BF16 copies of x (T, K), w (N, K), dy (T, N)."""
+    """Output, input gradient and weight gradient of an FP8Linear on BF16 x (T, K), w (N, K), dy (T, N), in float64."""
     linear = nn.Linear(w.shape[1], w.shape[0], bias=False, device=x.device, dtype=torch.bfloat16)
     linear.weight.data.copy_(w)
     fp8.FP8Linear.of(linear, granularity, backend, grad_dtype, power_of_two)
-    x = x.to(torch.bfloat16).requires_grad_(True)
+    x = x.detach().clone().requires_grad_(True)
     y = linear(x)
-    y.backward(dy.to(torch.bfloat16))
+    y.backward(dy)
     return y.detach().double(), x.grad.double(), linear.weight.grad.double()
 
 
@@ -93,6 +93,7 @@ def check_layouts(device):
 
 
 def bench_gpu(args):
+    check_device(args.device)
     device = torch.device(args.device)
     backends = {g: ["emulate", "scaled_mm"] for g in fp8.GRANULARITIES}
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, ", end="")
@@ -168,7 +169,7 @@ def bench_rollout(args):
         engine = make_engine("hf", model, tokenizer, recipe, max_rows=args.sequences)
 
         def sample(engine=engine, prompts=prompts):
-            completions = engine.generate(prompts, 1, 1.0, args.max_tokens, seed=len(times))
+            completions = engine.generate(prompts, 1, 1.0, args.max_tokens, seed=0)
             return sum(len(c.token_ids) for c in completions)
 
         def baseline(model=model, tokenizer=tokenizer, prompts=prompts, eos=engine.eos):

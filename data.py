@@ -129,9 +129,9 @@ def load(spec, tokenizer, max_prompt_tokens=None, system_prompt=None, prompt_col
         kept = [row for row in rows if len(row["prompt_ids"]) <= max_prompt_tokens]
         if not kept:
             shortest = min(len(row["prompt_ids"]) for row in rows)
-            raise UserError(f"{spec}: all {len(rows)} prompts are longer than --max-prompt-tokens "
-                            f"{max_prompt_tokens}; the shortest has {shortest}")
-        _print_dropped(spec, len(rows) - len(kept), f"prompts longer than --max-prompt-tokens {max_prompt_tokens}")
+            raise UserError(f"{spec}: all {len(rows)} prompts are longer than {max_prompt_tokens} tokens (--max-prompt-tokens, "
+                            f"or the model's context less --max-tokens); the shortest has {shortest}")
+        _print_dropped(spec, len(rows) - len(kept), f"prompts longer than {max_prompt_tokens} tokens")
         rows = kept
     return rows
 

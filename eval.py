@@ -7,7 +7,7 @@ Each problem is answered n times; a_i is the share of right answers to problem i
 Samples whose gold answer cannot be graded (NaN) are left out. The same seed gives the same table.
 
     python eval.py --model out/tiny --data arith:test --precision fp8-row --n 4 --problems 200
-    python eval.py --model out/demo/checkpoints/step_000045 --precision bf16 --save out/answers.jsonl
+    python eval.py --model out/demo/checkpoints/step_000040 --precision bf16 --save out/answers.jsonl
 """
 
 import json

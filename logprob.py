@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from errors import UserError
+
 CHUNK = 2**24  # logits alive at once
 
 
@@ -47,16 +49,20 @@ def collate(prompts, responses, pad_id, device="cpu"):
     return Batch(*(x.to(device) for x in (input_ids, at, targets, mask)))
 
 
+def check_head(model):
+    """Raise UserError for a model whose head does more than a linear map: hidden states go straight through it here."""
+    config = model.config.get_text_config()
+    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier"):
+        if getattr(config, name, None) not in (None, 1.0):
+            raise UserError(f"--model: its config sets {name}, which chunked log-probs do not apply; use another model")
+
+
 def token_logps(model, batch, temperature=1.0):
     """Log-probs and entropies of the response tokens: two (B, T) FP32 tensors, 0 where the mask is False.
 
-    Gradients flow into the log-probs when enabled; the entropy is detached. Raises ValueError for a model whose head does
-    more than a linear map (logit softcapping or scaling), since hidden states go straight through it here.
+    Gradients flow into the log-probs when enabled; the entropy is detached. Raises UserError as `check_head`.
     """
-    config = model.config.get_text_config()
-    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
-        if getattr(config, name, None) not in (None, 1.0):
-            raise ValueError(f"the model's config sets {name}, which chunked log-probs do not apply; use another model")
+    check_head(model)
     hidden = model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state  # (B, L, H)
     rows = torch.arange(len(hidden), device=hidden.device)[:, None].expand_as(batch.at)
     hidden, targets = hidden[rows[batch.mask], batch.at[batch.mask]], batch.targets[batch.mask]  # (tokens, H), (tokens,)

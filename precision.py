@@ -23,13 +23,14 @@ Layers are skipped by name only (lm_head, embeddings, router), never for being s
 import os
 import re
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp8
-from errors import UserError
+from errors import UserError, check_device
 
 RECIPES = {
     "fp32": {"dtype": torch.float32, "granularity": None},
@@ -115,15 +116,20 @@ def convert(module, recipe, backend=None, grad_dtype="e4m3", power_of_two=False,
     return report
 
 
-def load_model(path, recipe, device="cpu", **convert_kwargs):
-    """(model, tokenizer, report): a causal language model from a folder or hub name, in eval mode (dropout off), its weights in
-    the recipe's dtype, converted. Raises UserError when the folder is missing, has no tokenizer, or does not fit the recipe."""
-    dtype = recipe_of(recipe)["dtype"]
+def load_model(path, recipe, device="cpu", dtype=None, **convert_kwargs):
+    """(model, tokenizer, report): a causal language model from a folder or hub name, in eval mode (dropout off), converted, its
+    weights in `dtype`, by default the recipe's (training loads FP32 and lets `Masters` round). Raises UserError when the folder
+    is missing, has no tokenizer, or does not fit the recipe."""
+    check_device(device)
+    dtype = dtype or recipe_of(recipe)["dtype"]
     hub_name = path.count("/") == 1 and path[0] not in "./" and not os.path.exists(path)
     if not os.path.isdir(path) and not hub_name:
         raise UserError(f"--model {path}: no such folder; give a transformers folder, a hub name OWNER/NAME, or `tiny`")
     if os.path.isdir(path) and not os.path.exists(os.path.join(path, "config.json")):
         raise UserError(f"--model {path}: the folder has no config.json; give a folder saved by transformers' save_pretrained")
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+    if os.path.isdir(path) and not any(os.path.exists(os.path.join(path, name)) for name in names):
+        raise UserError(f"--model {path}: the folder has no tokenizer; save the model's tokenizer into it")
     for what, loader, kwargs in (
         ("tokenizer", AutoTokenizer, {}),
         ("model", AutoModelForCausalLM, {"dtype": dtype, "attn_implementation": "sdpa"}),
@@ -183,28 +189,38 @@ def high_precision(module):
 
 
 class Masters:
-    """FP32 master weights of a BF16 model: gradients are summed in FP32, the optimiser moves the masters, and `publish` rounds
-    them into the model once per step. For an FP32 model the masters are the parameters themselves.
+    """FP32 master weights: gradients are summed in FP32, the optimiser moves the masters, and `publish` rounds them into the
+    model once per step. In FP32 (recipe fp32) the masters are the parameters themselves.
 
-        masters = Masters(model); optimizer = torch.optim.AdamW(masters.parameters())
+        masters = Masters(model, torch.bfloat16)      # an FP32 model: its weights become the masters, rounded in the model
+        optimizer = torch.optim.AdamW(masters.parameters())
         loss.backward()  (any number of times; each call's BF16 gradients are added to the FP32 ones at once)
         optimizer.step(); masters.publish(); masters.zero_grad()
     """
 
-    def __init__(self, model):
-        self.model = model
+    def __init__(self, model, dtype=None):
+        self.model, self.hooks = model, []
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}  # tied weights appear once
         self.weights = {}
         for name, p in self.params.items():
-            if p.dtype == torch.float32:
-                self.weights[name] = p
-                continue
-            master = nn.Parameter(p.detach().float())
-            p.register_post_accumulate_grad_hook(lambda p, master=master: accumulate_grad(p, master))
-            self.weights[name] = master
+            published = dtype or p.dtype
+            self.weights[name] = p if published == torch.float32 else nn.Parameter(p.detach().float().clone())
+            if published != torch.float32:
+                p.data = p.data.to(published)
+                hook = partial(accumulate_grad, self.weights[name])
+                self.hooks.append(p.register_post_accumulate_grad_hook(hook))
+        weights_changed(model)
 
     def parameters(self):
         return list(self.weights.values())
+
+    def release(self):
+        """Make the model's parameters FP32 again, equal to the masters, and let gradients go to them."""
+        for hook in self.hooks:
+            hook.remove()
+        for name, p in self.params.items():
+            p.data = self.weights[name].detach().clone()
+        weights_changed(self.model)
 
     def zero_grad(self):
         for w in self.weights.values():
@@ -233,7 +249,7 @@ class Masters:
         self.publish()
 
 
-def accumulate_grad(p, master):
+def accumulate_grad(master, p):
     """Add a BF16 gradient to the FP32 one and free it."""
     master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
     p.grad = None

@@ -131,7 +131,7 @@ class HFEngine:
             precision.convert(self.model, recipe, **convert_kwargs)
         self.max_rows = max_rows
         self.eos = eos_ids(model, tokenizer)
-        self.pad_id = self.eos[0]
+        self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos[0]
         self.vocab = len(tokenizer)  # ids past it (padded embeddings) have no text: they are never sampled
 
     @torch.no_grad()

@@ -70,10 +70,8 @@ def warm_start(model, tokenizer, seed=0, progress=True):
     pairs = data.arith_pairs("train", data.ARITH_ROWS["train"], seed)
     generator = torch.Generator().manual_seed(seed)
     steps, batch = SETTINGS["steps"], SETTINGS["batch"]
-    for p in model.parameters():  # parameters alone: RoPE's buffer stays FP32, as from_pretrained leaves it
-        p.data = p.data.to(torch.bfloat16)
     model.train()
-    masters = Masters(model)
+    masters = Masters(model, torch.bfloat16)
     optimizer = torch.optim.AdamW(masters.parameters(), lr=SETTINGS["lr"], betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     for step in tqdm(range(steps), desc="warm start", disable=None if progress else True):
         for group in optimizer.param_groups:  # 20 steps up, then down to a tenth along a cosine
@@ -99,8 +97,7 @@ def warm_start(model, tokenizer, seed=0, progress=True):
         optimizer.step()
         masters.publish()
         masters.zero_grad()
-    for name, p in model.named_parameters():
-        p.data = masters.weights[name].detach().clone()
+    masters.release()
     return model.eval()
 
 

@@ -197,9 +197,9 @@ def test_long_prompts_are_dropped_and_counted(tmp_path, capsys):
                  {"prompt": "y", "answer": "2"})
     tokenizer = characters(adds_bos=True)  # the BOS counts
     assert [row["id"] for row in load(path, tokenizer, max_prompt_tokens=9)] == [2, 3]
-    assert "dropped 1 prompts longer than --max-prompt-tokens 9" in capsys.readouterr().out
+    assert "dropped 1 prompts longer than 9 tokens" in capsys.readouterr().out
     message = refusal(path, tokenizer, max_prompt_tokens=1)
-    assert "--max-prompt-tokens 1" in message and "shortest has 2" in message
+    assert "longer than 1 tokens (--max-prompt-tokens" in message and "shortest has 2" in message
 
 
 def test_ungradable_answers_are_dropped_and_counted(tmp_path, capsys):

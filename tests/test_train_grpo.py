@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
 import clipping
+import flags
 import plot
 import precision
 import reward
@@ -261,7 +262,6 @@ def test_gradient_that_is_not_finite_is_skipped(home, where):
         hook = model.model.norm.weight.register_hook(lambda g: g * math.inf)
         metrics = train_grpo.update(model, masters, optimizer, minis[0], args)
         hook.remove()
-        assert math.isfinite(metrics["loss"])
     assert metrics["skipped"] == 1 and same(before, masters.weights) and not optimizer.state
     metrics = train_grpo.update(model, masters, optimizer, minis[1], args)  # and the next one is as if nothing had been
     assert metrics["skipped"] == 0 and math.isfinite(metrics["grad_norm"])
@@ -282,14 +282,14 @@ def test_step_with_a_bad_gradient_is_counted_and_the_run_goes_on(home, tmp_path,
     assert math.isfinite(float(rows[1]["loss"])) and float(rows[1]["grad_norm"]) > 0
 
 
-@pytest.mark.parametrize("correction", train_grpo.CORRECTIONS)
+@pytest.mark.parametrize("correction", flags.CORRECTIONS)
 def test_no_reward_at_all_skips_the_step(home, tmp_path, monkeypatch, correction):
     monkeypatch.setattr(reward, "grade_batch", lambda texts, *a, **k: [math.nan] * len(texts))
     rows = run(home, tmp_path / "out", "--correction", correction, "--steps", 1)
     assert rows[0]["skipped"] == "2" and rows[0]["reward"] == "nan"
-    start = AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.bfloat16)
+    start = AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32)  # the masters, not their BF16 rounding
     weights = tensors(tmp_path / "out" / "checkpoints" / "step_000001")
-    assert all(torch.equal(weights[name], p.float()) for name, p in start.named_parameters())
+    assert all(torch.equal(weights[name], p) for name, p in start.named_parameters())
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
@@ -763,7 +763,7 @@ def test_mistakes_of_the_real_script(home, tmp_path):
 
 
 def test_explicit_flags_beat_the_preset():
-    preset = train_grpo.PRESETS["demo"]
+    preset = flags.PRESETS["demo"]
     args = train_grpo.parse_flags(["--preset", "demo"])
     assert {k: getattr(args, k) for k in preset} == preset
     default = train_grpo.parse_flags([])
