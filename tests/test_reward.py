@@ -250,7 +250,7 @@ def test_progress_draws_a_bar_on_a_terminal_only(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert grade_batch([r"\boxed{1}"] * 3, ["1"] * 3, [False] * 3, progress=True) == [1.0] * 3
-    assert "3/3" in capsys.readouterr().err
+    assert "grading" in capsys.readouterr().err
 
 
 # --- the pool --------------------------------------------------------------------------------------------------------

@@ -595,8 +595,8 @@ BAD_FLAGS = [
     (["--keep-bf16", "first:4"], "--keep-bf16 first:4", "--precision bf16"),
     (["--precision", "fp8-block", "--fp8-backend", "scaled_mm"], "block-scaled", "--fp8-backend emulate"),
     (["--system-prompt", "think"], "--system-prompt", "no chat template"),
-    (["--max-prompt-tokens", "3"], "--max-prompt-tokens 3", "the shortest has 8"),
-    (["--max-tokens", "250"], "--max-tokens 250", ""),  # prompt and answer do not fit the model's 256 positions
+    (["--max-prompt-tokens", "3"], "longer than 3 tokens (--max-prompt-tokens", "the shortest has 8"),
+    (["--max-tokens", "250"], "longer than 6 tokens", "context less --max-tokens"),  # prompt and answer do not fit the model's 256 positions
     (["--resume"], "--resume", "no complete checkpoint"),
 ]
 
