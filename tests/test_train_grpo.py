@@ -596,7 +596,7 @@ BAD_FLAGS = [
     (["--precision", "fp8-block", "--fp8-backend", "scaled_mm"], "block-scaled", "--fp8-backend emulate"),
     (["--system-prompt", "think"], "--system-prompt", "no chat template"),
     (["--max-prompt-tokens", "3"], "longer than 3 tokens (--max-prompt-tokens", "the shortest has 8"),
-    (["--max-tokens", "250"], "longer than 6 tokens", "context less --max-tokens"),  # prompt and answer do not fit the model's 256 positions
+    (["--max-tokens", "250"], "longer than 6 tokens", "context less --max-tokens"),  # 256 positions, prompts of 8
     (["--resume"], "--resume", "no complete checkpoint"),
 ]
 
