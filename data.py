@@ -4,37 +4,83 @@ Where rows come from, `load(spec, tokenizer)`:
 
   arith:train   20,000 sums of two three-digit numbers, prompt `347+586=`, answer `933`; `arith:` is the same
   arith:test    1,000 held-out sums; a hash of the pair decides, so the two never overlap, whatever the seeds
-  math.jsonl    one JSON object a line with `prompt` and `answer` (--prompt-column, --answer-column)
+  rg:NAME[:test][,key=value...]    2,000 problems of a reasoning-gym task, graded by the task (row["check"]). Problem
+                i of seed s is drawn from s + i; rg:NAME:test has its own seed, and its problems are dropped from rg:NAME
+  NAME[:SPLIT]  a data set of the table PRESETS, from the hub: gsm8k, gsm8k:test, aime24
+  NAME[:SPLIT]=PATH                the same columns from a file (.parquet, .jsonl, .json) or a folder, without the hub
+  OWNER/NAME[:SPLIT]               any other hub data set, with --prompt-column and --answer-column; the split is else `train`
+  rows.parquet, rows.jsonl         files with `prompt` and `answer`, or the columns of the two flags
 
-A row is {"prompt": text, "answer": text, "prompt_ids": list of int, "id": line or problem number, from 1}. Learner and sampler
-both take `prompt_ids`; nobody tokenises the text again, so nobody adds a second BOS.
+A row is {"prompt": text, "answer": text, "prompt_ids": list of int, "id": line, row or problem number, from 1} and for rg:
+"check": answer text or None -> score. Learner and sampler both take `prompt_ids`; nobody tokenises the text again, so nobody
+adds a second BOS. A column may be nested (`reward_model.ground_truth`), a prompt may be a list of chat messages.
 
 Prompt format:
 
-  chat template   the prompt is the user's message: ids are those of `apply_chat_template(..., tokenize=True)`, nothing added
-                  (a sum is then asked in words: `What is 347+586? Put the final answer in \boxed{}.`)
-  no template     plain text; BOS in front if the tokenizer itself puts one there, and never a second one
+  chat template   the prompt is the user's message, after --system-prompt, or a list of messages taken as it is (of which
+                  --system-prompt replaces the system's): ids are those of `apply_chat_template(..., tokenize=True)` with
+                  --template-args, nothing added (a sum is asked in words: `What is 347+586? Put the final answer in \boxed{}.`)
+  no template     --prompt-format, by default `{prompt}`; BOS in front if the tokenizer itself puts one there, never a second
+
+The hub's prompts are used as published: most do not ask for a \boxed{} answer, and DAPO's ask for a last line `Answer: ...`.
+The reward reads \boxed{} or `####` only, so ask for it in --system-prompt or --prompt-format.
 
 What is dropped, each with a printed count: answers that the reward cannot grade, repeated prompts, prompts that are too long.
+The hub is asked for its data sets only: files and folders never touch the network.
 
 Run:    python data.py SPEC MODEL                prints the first rows and the lengths
 Test:   python -m pytest tests/test_data.py
 """
 
+import dataclasses
+import functools
 import json
+import re
 import sys
 import zlib
+from collections import namedtuple
+from difflib import get_close_matches
 from pathlib import Path
 
+import numpy
 import torch
 from jinja2 import TemplateError
 
 from errors import UserError, run_main
 
 ARITH_ROWS = {"train": 20_000, "test": 1_000}
+RG_ROWS = 2_000
+READERS = {".parquet": "from_parquet", ".json": "from_json", ".jsonl": "from_json"}
+RG_TEST_SEED = 2**31  # training seeds are below; problem i of seed s is drawn from s + i, and numpy takes seeds below 2**32
+BOXED = "Put the final answer in \\boxed{}."
+
+# form: how the answer column holds the answer. "####": after that mark, below the solution; "aime": an integer from 0 to 999,
+# and 30 problems a year. No hub could be reached when this was written: ids, columns and splits are those that public code
+# loads. A revision is given where several unrelated projects pin the same one; None, the newest, where none was found.
+Preset = namedtuple("Preset", "id config split prompt answer form revision", defaults=(None, None))
+PRESETS = {
+    "gsm8k": Preset("openai/gsm8k", "main", "train", "question", "answer", "####", "740312add88f781978c0658806c59bc2815b9866"),
+    "deepscaler": Preset("agentica-org/DeepScaleR-Preview-Dataset", None, "train", "problem", "answer", None,
+                         "b6ae8c60f5c1f2b594e2140b91c49c9ad0949e29"),
+    "dapo-math-17k": Preset("BytedTsinghua-SIA/DAPO-Math-17k", None, "train", "prompt", "reward_model.ground_truth", None,
+                            "65877096c24ffa7abc4e4fa5edb95cf3413a5674"),  # each prompt about 100 times
+    "math-500": Preset("HuggingFaceH4/MATH-500", None, "test", "problem", "answer", None,
+                       "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be"),
+    "aime24": Preset("HuggingFaceH4/aime_2024", None, "train", "problem", "answer", "aime",
+                     "2fe88a2f1091d5048c0f36abc874fb997b3dd99a"),
+    "aime25": Preset("MathArena/aime_2025", None, "train", "problem", "answer", "aime"),
+    "amc23": Preset("math-ai/amc23", None, "test", "question", "answer", None, "80815d37005feb82cd7f8fbc6901d5d3eff43057"),
+    "amc24": Preset("rawsh/2024_AMC12", None, "train", "problem", "answer"),
+    "minerva": Preset("math-ai/minervamath", None, "test", "question", "answer"),
+    "olympiadbench": Preset("Hothan/OlympiadBench", "OE_TO_maths_en_COMP", "train", "question", "final_answer"),  # a list
+    "gaokao": Preset("MARIO-Math-Reasoning/Gaokao2023-Math-En", None, "train", "question", "answer"),
+}
 
 # ------------------------------------------------------------------------------------------------------------------------
-# sources: each gives (id, prompt, answer) triples
+# sources: each gives a list of examples
+
+# messages: the chat where it is more than the prompt as the user's one message; check: the task's own grading
+Example = namedtuple("Example", "id prompt answer messages check", defaults=(None, None))
 
 
 def arith_pairs(split, n, seed):
@@ -53,25 +99,145 @@ def arith_pairs(split, n, seed):
     return pairs
 
 
-def _arith(spec, in_words, seed):
+def _arith(spec, in_words, seed, size):
     split = spec.removeprefix("arith:") or "train"
     if split not in ARITH_ROWS:
-        raise UserError(f"--data or --eval-data {spec}: no such split; use arith:train or arith:test")
-    form = "What is {}+{}? Put the final answer in \\boxed{{}}." if in_words else "{}+{}="
-    pairs = arith_pairs(split, ARITH_ROWS[split], seed)
-    return [(number, form.format(a, b), str(a + b)) for number, (a, b) in enumerate(pairs, 1)]
+        raise _refusal(spec, "no such split; use arith:train or arith:test")
+    form = "What is {}+{}? " + BOXED.replace("{}", "{{}}") if in_words else "{}+{}="
+    pairs = arith_pairs(split, size or ARITH_ROWS[split], seed)
+    return [Example(number, form.format(a, b), str(a + b)) for number, (a, b) in enumerate(pairs, 1)]
+
+
+def _reasoning_gym(spec, seed, size):
+    import reasoning_gym  # here: it takes a second, and only these rows need it
+    from reasoning_gym.factory import DATASETS
+
+    head, *options = spec.removeprefix("rg:").split(",")
+    name, _, split = head.partition(":")
+    if name not in DATASETS:
+        raise _refusal(spec, f"reasoning-gym has no task {name!r}{_similar(name, DATASETS)}; they are {', '.join(DATASETS)}")
+    if split not in ("", "train", "test"):
+        raise _refusal(spec, f"no split {split!r}; use rg:{name} or rg:{name}:test, then ,key=value")
+    settings = {"size": size or RG_ROWS}
+    known = [field.name for field in dataclasses.fields(DATASETS[name][1]) if field.name != "seed"]
+    for key, _, value in (option.partition("=") for option in options):
+        if key not in known:
+            raise _refusal(spec, f"the task has no option {key!r}{_similar(key, known)}; it has {', '.join(known)}")
+        try:
+            settings[key] = json.loads(value.lower())  # 3, 0.5, true or True
+        except ValueError:
+            settings[key] = value
+    if type(settings["size"]) is not int or settings["size"] < 1:
+        raise _refusal(spec, f"size={settings['size']} is not a number of problems; give size={RG_ROWS}")
+
+    def problems(seed):
+        state = numpy.random.get_state()  # a few tasks seed the global generator
+        try:
+            task = reasoning_gym.create_dataset(name, seed=seed, **settings)
+        except (AssertionError, TypeError, ValueError) as error:  # the task's own check of its options
+            raise _refusal(spec, f"the task refuses these options ({error}); change them") from error
+        # the sentence after the question is not the task's: it says where the answer is looked for
+        examples = [Example(number, f"{entry['question'].rstrip()}\n\n{BOXED}", str(entry["answer"]),
+                            check=functools.partial(_score, task, entry)) for number, entry in enumerate(task, 1)]
+        numpy.random.set_state(state)
+        return examples
+
+    test = problems(RG_TEST_SEED)
+    if split == "test":
+        return test
+    train, held_out = problems(seed % RG_TEST_SEED), {_key(example.prompt) for example in test}
+    kept = [example for example in train if _key(example.prompt) not in held_out]
+    if not kept:
+        raise _refusal(spec, f"rg:{name}:test holds out all {len(train)} problems, as the task has so few; lower size=, or "
+                             "widen the task with ,key=value")
+    _print_dropped(spec, len(train) - len(kept), f"problems that rg:{name}:test holds out")
+    return kept
+
+
+def _score(task, entry, answer):
+    return float(task.score_answer(answer, entry))
+
+
+def _table(spec):
+    """A preset, another data set of the hub, or a file, as a table of `datasets`."""
+    import datasets  # here: it takes a second, and neither sums nor .jsonl files need it
+    import httpx
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    head, equals, path = spec.partition("=")
+    name, _, split = head.partition(":")
+    preset = PRESETS.get(name)
+    path = Path(path if preset and equals else spec)
+    if preset and not equals:
+        hub, fix = (preset.id, preset.config), f"check NAME:SPLIT; without a network give a copy, {name}=PATH"
+        call = functools.partial(datasets.load_dataset, *hub, split=split or preset.split, revision=preset.revision)
+    elif path.is_file() and path.suffix in READERS:
+        # not load_dataset("parquet", ...), which reports each use over the network
+        fix, call = "mend or convert the file", functools.partial(getattr(datasets.Dataset, READERS[path.suffix]), str(path))
+    elif path.is_dir() and preset and spec != head + "=":
+        fix, call = "name one file in the folder", functools.partial(_folder, datasets, str(path.resolve()), preset.config)
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not equals and not path.exists() and path.suffix not in READERS:
+        fix = "check OWNER/NAME:SPLIT; without a network give a .parquet or .jsonl file"
+        call = functools.partial(datasets.load_dataset, name, split=split or "train")
+    elif path.exists():
+        names = ", ".join(PRESETS)
+        raise _refusal(spec, f"is a folder; name the file in it, or give NAME={path} with one of {names}" if path.is_dir() else
+                             "unknown format; convert it to .jsonl, one JSON object a line")
+    else:
+        raise _refusal(spec, f"no such file or data set{_similar(name, PRESETS)}; give a .jsonl or .parquet file, arith:train, "
+                             f"rg:TASK, OWNER/NAME of the hub, or one of {', '.join(PRESETS)}")
+    try:
+        table = call()
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, httpx.HTTPError) as error:
+        # "An error occurred while generating the dataset" hides its cause
+        reason = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
+        raise _refusal(spec, f"cannot be loaded ({' '.join(str(reason).split())}); {fix}") from error
+    if isinstance(table, dict):  # the splits of a folder
+        split = split or (preset.split if len(table) > 1 else next(iter(table)))
+        if split not in table:
+            raise _refusal(spec, f"no split {split!r} in the folder, only {', '.join(table)}; give NAME:SPLIT=PATH")
+        table = table[split]
+    return table
+
+
+def _folder(datasets, path, config):
+    # a clone of the hub's repository has the hub's configs; an absolute path is never taken for a name of the hub
+    return datasets.load_dataset(path, config if config in datasets.get_dataset_config_names(path) else None)
+
+
+def _similar(name, names):
+    close = get_close_matches(name, names, 3)
+    return f" (did you mean {' or '.join(close)}?)" if close else ""
+
+
+def _refusal(spec, text):
+    return UserError(f"--data or --eval-data {spec}: {text}")
+
+
+def _examples(spec, prompt_column, answer_column):
+    table = _table(spec)
+    columns, names = {prompt_column: "--prompt-column", answer_column: "--answer-column"}, table.column_names
+    for column, flag in columns.items():
+        if column not in names and column.split(".")[0] not in names:
+            raise _no_column(spec, column, names, flag)
+    needed = {column if column in names else column.split(".")[0] for column in columns}
+    examples = []
+    for batch in table.select_columns(sorted(needed)).iter(1000):  # row by row is several times slower
+        for values in zip(*batch.values(), strict=True):
+            fields, number = dict(zip(batch, values, strict=True)), len(examples) + 1
+            examples.append(_example(number, f"{spec} row {number}", fields, prompt_column, answer_column))
+    if not examples:
+        raise _refusal(spec, "no rows; choose another split or file")
+    return examples
 
 
 def _jsonl(path, prompt_column, answer_column):
     # Read with the json module rather than `datasets`: that one infers a schema for the whole file (an answer that is 4 in
     # one line and "x" in another fails) and reports a broken line without its number. Bytes, because text mode would
     # fail on bad UTF-8 before the line is known. Numbers stay as written: 0.50 is "0.50", and no digit is lost.
-    if Path(path).is_dir():
-        raise UserError(f"--data or --eval-data {path}: is a folder; name the .jsonl file in it")
     if not Path(path).is_file():
-        raise UserError(f"--data or --eval-data {path}: no such file; give a .jsonl file, arith:train or arith:test")
-    if not str(path).endswith(".jsonl"):
-        raise UserError(f"--data or --eval-data {path}: unknown format; convert it to .jsonl, one JSON object a line")
+        raise _refusal(path, ("is a folder" if Path(path).is_dir() else "no such file") + "; give a .jsonl or .parquet file")
     examples = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -85,20 +251,52 @@ def _jsonl(path, prompt_column, answer_column):
             if not isinstance(fields, dict):
                 raise UserError(f"{where}: expected an object {{...}} with {prompt_column!r} and {answer_column!r}, not "
                                 f"{type(fields).__name__}; write one object a line")
-            prompt = _field(where, fields, prompt_column, "--prompt-column")
-            if not prompt.strip():
-                raise UserError(f"{where}: {prompt_column!r} is empty; fill it, or choose another with --prompt-column")
-            examples.append((number, prompt, _field(where, fields, answer_column, "--answer-column").strip()))
+            examples.append(_example(number, where, fields, prompt_column, answer_column))
     if not examples:
         raise UserError(f"{path}: the file has no rows; write one JSON object a line, or give --data another file")
     return examples
 
 
+def _example(number, where, fields, prompt_column, answer_column):
+    prompt, messages = _field(where, fields, prompt_column, "--prompt-column"), None
+    if isinstance(prompt, list):
+        sound = all(isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt)
+        if not prompt or not sound or prompt[-1]["role"] != "user":
+            raise UserError(f"{where}: {prompt_column!r} is a list, but not of messages with role and content, the last one "
+                            "the user's; mend it, or choose another with --prompt-column")
+        # other keys are mostly None, filled in by the file format
+        messages = [{"role": message["role"], "content": message["content"]} for message in prompt]
+        prompt = "\n\n".join(message["content"] for message in messages if message["role"] != "system")
+        messages = messages if len(messages) > 1 else None
+    prompt = _text(where, prompt, prompt_column, "--prompt-column")
+    if not prompt.strip():
+        raise UserError(f"{where}: {prompt_column!r} is empty; fill it, or choose another with --prompt-column")
+    answer = _field(where, fields, answer_column, "--answer-column")
+    if isinstance(answer, list):  # OlympiadBench: mostly of one
+        answer = ", ".join(_text(where, part, answer_column, "--answer-column") for part in answer)
+    answer = _text(where, answer, answer_column, "--answer-column").strip()
+    # interned: a data set that holds every prompt a hundred times then costs the memory of one
+    return Example(number, sys.intern(prompt), sys.intern(answer), messages)
+
+
 def _field(where, fields, column, flag):
-    if column not in fields:
-        raise UserError(f"{where}: no {column!r}, only {', '.join(map(repr, fields)) or 'an empty object'}; "
-                        f"choose the column with {flag}")
-    value = "" if fields[column] is None else fields[column]
+    value = fields
+    for key in [column] if column in fields else column.split("."):
+        if not isinstance(value, dict) or key not in value:
+            raise _no_column(where, column, fields, flag)
+        value = value[key]
+    return value
+
+
+def _no_column(where, column, names, flag):
+    return UserError(f"{where}: no {column!r}, only {', '.join(map(repr, names)) or 'an empty object'}; "
+                     f"choose the column with {flag}")
+
+
+def _text(where, value, column, flag):
+    if type(value) in (int, float):
+        return str(int(value) if value == value // 1 else value)  # 27.0 is 27
+    value = "" if value is None else value
     if not isinstance(value, str):
         raise UserError(f"{where}: {column!r} is a {type(value).__name__}, expected text or a number; "
                         f"convert it, or choose another column with {flag}")
@@ -111,20 +309,37 @@ def _field(where, fields, column, flag):
 # rows
 
 
-def load(spec, tokenizer, max_prompt_tokens=None, system_prompt=None, prompt_column="prompt", answer_column="answer",
-         seed=0):
-    """The rows of `spec`. `seed` picks the sums of arith: (leave it alone for evaluation: the same questions in every run)."""
+def load(spec, tokenizer, max_prompt_tokens=None, system_prompt=None, prompt_column=None, answer_column=None, seed=0,
+         template_args=None, prompt_format=None, size=None):
+    """The rows of `spec`; columns left at None, or at their plain names, are the preset's.
+
+    `seed` picks the problems of arith: and rg: (leave it alone for evaluation: the same questions in every run).
+    `size` is the number of problems of arith: and rg:, and an upper bound for the rest.
+    """
+    preset, unit = PRESETS.get(re.split("[:=]", spec)[0]), "row"
     if spec.startswith("arith:"):
-        examples = _arith(spec, bool(tokenizer.chat_template), seed)  # answers are integers by construction: no check
+        examples = _arith(spec, bool(tokenizer.chat_template), seed, size)  # answers are integers by construction: no check
+    elif spec.startswith("rg:"):
+        examples = _reasoning_gym(spec, seed, size)
     else:
-        examples = _drop_ungradable(spec, _jsonl(spec, prompt_column, answer_column), answer_column)
-    examples = _drop_repeated(spec, examples)
-    ids = prompt_ids(tokenizer, [prompt for _, prompt, _ in examples], system_prompt)
-    rows = [{"prompt": prompt, "answer": answer, "prompt_ids": row_ids, "id": number}
-            for (number, prompt, answer), row_ids in zip(examples, ids, strict=True)]
+        prompt_column, answer_column = prompt_column or "prompt", answer_column or "answer"
+        if preset:
+            prompt_column = preset.prompt if prompt_column == "prompt" else prompt_column
+            answer_column = preset.answer if answer_column == "answer" else answer_column
+        unit = "line" if spec.endswith(".jsonl") and not preset else "row"
+        examples = (_jsonl if unit == "line" else _examples)(spec, prompt_column, answer_column)
+        if preset and preset.form == "aime":
+            _check_aime(spec, examples)
+        mark = "####" if preset and preset.form == "####" else ""
+        examples = _drop_ungradable(spec, unit, examples, answer_column, mark)
+    examples = _drop_repeated(spec, examples)[:size]
+    chats = [example.messages or example.prompt for example in examples]
+    ids = prompt_ids(tokenizer, chats, system_prompt, template_args, prompt_format)
+    rows = [{"prompt": example.prompt, "answer": example.answer, "prompt_ids": row_ids, "id": example.id}
+            | ({"check": example.check} if example.check else {}) for example, row_ids in zip(examples, ids, strict=True)]
     for row in rows:
         if not row["prompt_ids"]:
-            raise UserError(f"{spec} line {row['id']}: the tokenizer of --model makes no token of this prompt")
+            raise UserError(f"{spec} {unit} {row['id']}: the tokenizer of --model makes no token of this prompt")
     if max_prompt_tokens is not None:
         kept = [row for row in rows if len(row["prompt_ids"]) <= max_prompt_tokens]
         if not kept:
@@ -136,19 +351,23 @@ def load(spec, tokenizer, max_prompt_tokens=None, system_prompt=None, prompt_col
     return rows
 
 
-def prompt_ids(tokenizer, prompts, system_prompt=None):
-    """Token ids of each prompt text: a list of lists of int."""
+def prompt_ids(tokenizer, prompts, system_prompt=None, template_args=None, prompt_format=None):
+    """Token ids of each prompt, a text or a list of messages: a list of lists of int."""
     if tokenizer.chat_template:
-        system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        chats = [[*system, {"role": "user", "content": prompt}] for prompt in prompts]
-        try:  # return_dict=False: since transformers 5 the default is a dictionary
-            return tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=False)
-        except TemplateError as error:
-            raise UserError(f"the chat template of --model refuses the messages ({error})"
-                            + ("; leave out --system-prompt" if system_prompt else "")) from error
+        if prompt_format not in (None, "", "{prompt}"):
+            raise UserError("--prompt-format: --model has a chat template, which lays out the prompt; use --system-prompt")
+        return _chat_ids(tokenizer, prompts, system_prompt, template_args or {})
     if system_prompt:
-        raise UserError("--system-prompt: the tokenizer of --model has no chat template; write it into the prompts")
-    ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+        raise UserError("--system-prompt: the tokenizer of --model has no chat template; write it into --prompt-format")
+    if template_args:
+        raise UserError("--template-args: the tokenizer of --model has no chat template; leave them out")
+    prompt_format = prompt_format or "{prompt}"
+    if "{prompt}" not in prompt_format:
+        raise UserError(f"--prompt-format {prompt_format!r}: no {{prompt}} in it, so every prompt would be the same; add it")
+    texts = [prompt if isinstance(prompt, str) else "\n\n".join(m["content"] for m in prompt if m["role"] != "system")
+             for prompt in prompts]
+    # replace, not format: both hold braces of LaTeX
+    ids = tokenizer([prompt_format.replace("{prompt}", text) for text in texts], add_special_tokens=False)["input_ids"]
     # Not every tokenizer that names a BOS wants it in front (SmolLM2's is <|im_start|>): do what its own call does. Taking
     # that call's ids instead would also take an EOS, which some put at the end.
     bos = tokenizer.bos_token_id
@@ -157,24 +376,56 @@ def prompt_ids(tokenizer, prompts, system_prompt=None):
     return [row if row[:1] == [bos] else [bos, *row] for row in ids]
 
 
-def _drop_ungradable(spec, examples, answer_column):
+def _chat_ids(tokenizer, prompts, system_prompt, template_args):
+    ours = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}  # a dictionary since transformers 5
+    for name in template_args:  # a template ignores a name it does not know, so a typo would change nothing
+        if name in ours or name not in str(tokenizer.chat_template):
+            why = "is fixed" if name in ours else "does not occur in the chat template of --model"
+            raise UserError(f"--template-args: {name} {why}; leave it out")
+    chats = [prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}] for prompt in prompts]
+    if system_prompt:
+        system = {"role": "system", "content": system_prompt}
+        chats = [[system, *(message for message in chat if message["role"] != "system")] for chat in chats]
+    try:
+        return tokenizer.apply_chat_template(chats, **ours, **template_args)
+    except TemplateError as error:
+        raise UserError(f"the chat template of --model refuses the messages ({error})"
+                        + ("; leave out --system-prompt" if system_prompt else "")) from error
+
+
+def _check_aime(spec, examples):
+    for example in examples:
+        if not re.fullmatch("[0-9]{1,3}", example.answer):
+            raise UserError(f"{spec} row {example.id}: the answer is {example.answer!r}, an AIME answer is a whole number from "
+                            "0 to 999; mend it, or choose another column with --answer-column")
+    count = len({_key(example.prompt) for example in examples})
+    if "=" not in spec and count != 30:
+        raise _refusal(spec, f"the hub's copy has {count} problems, an AIME year has 30; give a checked one, "
+                             f"{spec.partition(':')[0]}=PATH")
+
+
+def _drop_ungradable(spec, unit, examples, answer_column, mark):
     from reward import gold_problem  # math-verify is needed for files only, not for sums
 
-    problems = {answer: gold_problem(answer) for answer in {answer: None for _, _, answer in examples}}
-    bad = [(number, problems[answer]) for number, _, answer in examples if problems[answer] is not None]
-    first = "; ".join(f"line {number} {problem}" for number, problem in bad[:3])
+    problems = {answer: gold_problem(answer) if mark in answer else f"has no {mark}"
+                for answer in {answer: None for _, _, answer, *_ in examples}}
+    bad = [(example.id, problems[example.answer]) for example in examples if problems[example.answer] is not None]
+    first = "; ".join(f"{unit} {number} {problem}" for number, problem in bad[:3])
     if len(bad) == len(examples):
         raise UserError(f"{spec}: none of the {len(bad)} answers can be graded ({first}); "
                         f"is {answer_column!r} the right --answer-column?")
     _print_dropped(spec, len(bad), f"answers that cannot be graded ({first})")
-    return [example for example in examples if problems[example[2]] is None]
+    examples = [example for example in examples if problems[example.answer] is None]
+    if mark:  # 1,234 below the solution is 1234
+        examples = [e._replace(answer=e.answer.rpartition(mark)[2].strip().replace(",", "")) for e in examples]
+    return examples
 
 
 def _drop_repeated(spec, examples):
     first = {}  # prompt -> its first example
     for example in examples:
-        first.setdefault(_key(example[1]), example)
-    other = sum(first[_key(prompt)][2] != answer for _, prompt, answer in examples)
+        first.setdefault(_key(example.prompt), example)
+    other = sum(first[_key(example.prompt)].answer != example.answer for example in examples)
     _print_dropped(spec, len(examples) - len(first), "repeated prompts (the first is kept)"
                    + (f", {other} of them with a different answer" if other else ""))
     return list(first.values())

@@ -1,9 +1,9 @@
 """The embedded model: a Qwen3 of about 1M parameters that RL can teach something in minutes on a CPU.
 
-The task is adding two three-digit numbers. The warm start is supervised, on correct answers in two styles:
+The task is adding two three-digit numbers. The warm start is supervised, on answers in two styles:
 
-    347+586=####933                                  60 %: a bare guess. 1M parameters cannot add three digits in one go
-    347+586=7+6=13;4+8+1=13;3+5+1=9;####933          40 %: worked from the right, carry written out. Each step is easy
+    347+586=####938                                  60 %: a bare guess, off by up to 9 either way
+    347+586=7+6=13;4+8+1=13;3+5+1=9;####933          40 %: worked from the right, carry written out, correct
 
 so the model guesses more often than it works, and guesses are mostly wrong. Nothing tells it that working pays except the
 reward: GRPO moves the mixture towards worked answers, and accuracy and length rise together: long chain-of-thought in a jar.
@@ -30,7 +30,7 @@ from errors import Flags, UserError, run_main
 from precision import Masters
 
 SYMBOLS = ["<pad>", "<eos>", "<unk>", *"0123456789+=;", "####"]
-SETTINGS = {"steps": 400, "batch": 96, "lr": 2e-3, "worked": 0.4, "version": 2}  # a change makes a new cache
+SETTINGS = {"steps": 500, "batch": 96, "lr": 2e-3, "worked": 0.4, "guess_error": 9, "version": 4}  # a change makes a new cache
 
 
 def make_tokenizer():
@@ -79,10 +79,12 @@ def warm_start(model, tokenizer, seed=0, progress=True):
             group["lr"] = SETTINGS["lr"] * min(1.0, (step + 1) / 20) * (0.55 + 0.45 * torch.cos(t).item())
         chosen = torch.randint(len(pairs), (batch,), generator=generator).tolist()
         worked = (torch.rand(batch, generator=generator) < SETTINGS["worked"]).tolist()
+        errors = torch.randint(-SETTINGS["guess_error"], SETTINGS["guess_error"] + 1, (batch,), generator=generator).tolist()
         styles = [[], []]  # guesses and worked answers go through the model apart: a third less padding
-        for k, w in zip(chosen, worked, strict=True):
+        for k, w, error in zip(chosen, worked, errors, strict=True):
             a, b = pairs[k]
-            styles[w].append(f"{a}+{b}={worked_sum(a, b) if w else ''}####{a + b}{tokenizer.eos_token}")
+            answer = f"{worked_sum(a, b)}####{a + b}" if w else f"####{a + b + error}"
+            styles[w].append(f"{a}+{b}={answer}{tokenizer.eos_token}")
         losses, count = [], 0
         for texts in filter(None, styles):
             tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt", add_special_tokens=False)

@@ -1,5 +1,7 @@
 """Data: ids equal the chat template's, BOS at most once, every broken line is named, a resumed shuffle continues exactly.
 
+No hub is reached: presets read small files in the published schemas, and hub names are answered from a local clone.
+
 python -m pytest tests/test_data.py
 """
 
@@ -7,18 +9,32 @@ import json
 import random
 import string
 
+import datasets
+import huggingface_hub.constants
 import numpy
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from data import Shuffled, arith_pairs, load, overlap
+from data import PRESETS, Shuffled, arith_pairs, load, overlap, prompt_ids
 from errors import UserError
+from reward import grade
 
 TEMPLATE = ("{{ bos_token }}{% for m in messages %}{{ m.role }}|{{ m.content }}\n{% endfor %}"
             "{% if add_generation_prompt %}assistant|{% endif %}")
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TEMPLATE
+
+
+THINKING = TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}no thoughts{% endif %}"
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path_factory, monkeypatch):
+    """No network, and no cache but an empty one."""
+    for where in datasets.config, huggingface_hub.constants:
+        monkeypatch.setattr(where, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
 
 
 def characters(template=None, adds_bos=False):
@@ -132,6 +148,37 @@ def test_system_prompt_needs_a_template_that_takes_it(tmp_path):
     assert len(load(path, characters(NO_SYSTEM))) == 1
 
 
+def test_template_args(tmp_path):
+    path, tokenizer = write(tmp_path, {"prompt": "1+1", "answer": "2"}), characters(THINKING)
+    texts = ["".join(tokenizer.convert_ids_to_tokens(load(path, tokenizer, template_args=arguments)[0]["prompt_ids"]))
+             for arguments in (None, {"enable_thinking": True}, {"enable_thinking": False})]
+    assert texts == ["<s>user|1+1\nassistant|"] * 2 + ["<s>user|1+1\nassistant|no thoughts"]
+    for arguments, words in [({"enable_thinkin": False, "x": 1}, "does not occur"), ({"tokenize": False}, "is fixed")]:
+        message = refusal(path, tokenizer, template_args=arguments)
+        assert f"--template-args: {next(iter(arguments))} {words}" in message if words == "is fixed" else words in message
+    message = refusal(path, characters(), template_args={"enable_thinking": False})
+    assert "--template-args" in message and "no chat template" in message
+
+
+def test_prompt_format(tmp_path):
+    path, tokenizer = write(tmp_path, {"prompt": "1{+}1", "answer": "2"}), characters(adds_bos=True)
+    row = load(path, tokenizer, prompt_format="Q: {prompt}\nUse \\boxed{}.\nA:")[0]
+    assert "".join(tokenizer.convert_ids_to_tokens(row["prompt_ids"])) == "<s>Q: 1{+}1\nUse \\boxed{}.\nA:"
+    assert row["prompt"] == "1{+}1"  # the question itself: what `overlap` compares
+    with_bos, plain = (load(path, tokenizer, prompt_format=form)[0]["prompt_ids"] for form in ("<s>{prompt}", "{prompt}"))
+    assert with_bos == plain and with_bos.count(1) == 1
+    assert "no {prompt} in it" in refusal(path, tokenizer, prompt_format="Q: {}")
+    assert "--prompt-format" in refusal(path, characters(TEMPLATE), prompt_format="Q: {prompt}")
+    assert load(path, characters(TEMPLATE), prompt_format="{prompt}") == load(path, characters(TEMPLATE))
+
+
+def test_prompt_ids_take_texts_and_messages():
+    tokenizer = characters(TEMPLATE)
+    assert prompt_ids(tokenizer, ["ab"]) == prompt_ids(tokenizer, [[{"role": "user", "content": "ab"}]])
+    assert prompt_ids(characters(), [[{"role": "system", "content": "x"}, {"role": "user", "content": "ab"}]]) == \
+        prompt_ids(characters(), ["ab"])
+
+
 # ------------------------------------------------------------------------------------------------------------------------
 # files
 
@@ -182,6 +229,281 @@ def test_bad_specs(tmp_path):
                         ("arith:validation", "arith:train")]:
         message = refusal(spec, characters())
         assert words in message and spec in message and "--data" in message
+
+
+# ------------------------------------------------------------------------------------------------------------------------
+# data sets
+
+DAPO = [{"data_source": "math_dapo", "prompt": [{"content": content, "role": "user"}], "ability": "MATH",
+         "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"}, "extra_info": {"index": "9"}}
+        for content, answer in [("Find $a+b$.", "34"), ("How many?", "540")] * 3]
+AIME24 = [{"id": 60, "problem": "Find the time.", "solution": "...\\boxed{204}", "answer": "204", "url": "x", "year": "2024"},
+          {"id": 61, "problem": "Find the remainder.", "solution": "$\\boxed{033}$", "answer": "033", "url": "y", "year": "2024"}]
+PUBLISHED = {  # preset: rows in the published schema, (prompt, answer) of each
+    "gsm8k": ([{"question": "How many clips?", "answer": "She sold 48/2 = <<48/2=24>>24 clips.\n#### 72"},
+               {"question": "How much?", "answer": "It is $1,200 more.\n#### 1,234"},
+               {"question": "What is left?", "answer": "Less than nothing.\n#### -5"}],
+              [("How many clips?", "72"), ("How much?", "1234"), ("What is left?", "-5")]),
+    "math-500": ([{"problem": "Convert $(0,3)$.", "solution": "We have...", "answer": "\\left( 3, \\frac{\\pi}{2} \\right)",
+                   "subject": "Precalculus", "level": 2, "unique_id": "test/precalculus/807.json"}],
+                 [("Convert $(0,3)$.", "\\left( 3, \\frac{\\pi}{2} \\right)")]),
+    "aime24": (AIME24, [("Find the time.", "204"), ("Find the remainder.", "033")]),
+    "aime25": ([{"problem_idx": 1, "problem": "Find the sum of all bases.", "answer": 70, "problem_type": ["Number Theory"]}],
+               [("Find the sum of all bases.", "70")]),
+    "dapo-math-17k": (DAPO, [("Find $a+b$.", "34"), ("How many?", "540")]),
+    "olympiadbench": ([{"id": 1, "question": "Find $x$.", "final_answer": ["$2$"], "is_multiple_answer": False},
+                       {"id": 2, "question": "Find both.", "final_answer": ["1", "3"], "is_multiple_answer": True}],
+                      [("Find $x$.", "$2$"), ("Find both.", "1, 3")]),
+    "amc23": ([{"id": 0, "question": "When do they meet?", "answer": 27.0, "url": "x"}], [("When do they meet?", "27")]),
+}
+
+
+def store(rows, path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "json"])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_schemas(name, ending, tmp_path, monkeypatch, capfd):
+    rows, expected = PUBLISHED[name]
+    path = store(rows, tmp_path / f"rows.{ending}")
+    capfd.readouterr()
+    monkeypatch.setattr("socket.socket", None)  # whoever opens a connection fails
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    loaded = load(f"{name}={path}", characters(TEMPLATE), prompt_column="prompt", answer_column="answer")
+    assert [(row["prompt"], row["answer"]) for row in loaded] == expected
+    assert [row["id"] for row in loaded] == list(range(1, len(expected) + 1))
+    said, bars = capfd.readouterr()
+    assert bars == ""
+    repeated = f"{name}={path}: dropped 4 repeated prompts (the first is kept)\n"
+    assert said == (repeated if name == "dapo-math-17k" else "")
+
+
+def test_gold_of_a_preset_is_gradable(tmp_path):
+    row = load("gsm8k=" + store(PUBLISHED["gsm8k"][0], tmp_path / "a.parquet"), characters())[1]
+    assert grade("so \\boxed{1234}", row["answer"]) == 1 and grade("#### 1.234", row["answer"]) == 0
+
+
+def test_gsm8k_without_its_mark_is_reported(tmp_path, capsys):
+    rows = [{"question": "a", "answer": "It is 5."}, {"question": "b", "answer": "#### 6"}, {"question": "c", "answer": "####"}]
+    spec = "gsm8k=" + store(rows, tmp_path / "a.jsonl")
+    assert [(row["id"], row["answer"]) for row in load(spec, characters())] == [(2, "6")]
+    assert f"{spec}: dropped 2 answers that cannot be graded (row 1 has no ####; row 3 is empty)" in capsys.readouterr().out
+
+
+def test_other_columns_of_a_preset_and_of_parquet(tmp_path):
+    path = store([{"Q": "a", "x": {"y": {"z": 4}}, "prompt": "p", "answer": "7"}], tmp_path / "a.parquet")
+    row = load(f"math-500={path}", characters(), prompt_column="Q", answer_column="x.y.z")[0]
+    assert (row["prompt"], row["answer"]) == ("a", "4")
+    row = load(path, characters())[0]
+    assert (row["prompt"], row["answer"], row["id"]) == ("p", "7", 1)
+    message = refusal(f"math-500={path}", characters())
+    assert "no 'problem', only 'Q', 'x', 'prompt', 'answer'" in message and "--prompt-column" in message
+    assert "--answer-column" in refusal(path, characters(), answer_column="solution")
+    message = refusal(path, characters(), answer_column="x.u")
+    assert "row 1" in message and "no 'x.u'" in message
+    # a dotted name that is a column of its own, and the JSONL reader
+    line = write(tmp_path, {"a.b": "p", "a": {"b": "q"}, "reward_model": {"ground_truth": "3"}})
+    row = load(line, characters(), prompt_column="a.b", answer_column="reward_model.ground_truth")[0]
+    assert (row["prompt"], row["answer"]) == ("p", "3")
+
+
+@pytest.mark.parametrize("gold", ["['70']", "1000", "-1", "7.5", ""])
+def test_aime_golds_are_integers(tmp_path, gold):
+    path = store([AIME24[0], AIME24[1] | {"answer": gold}], tmp_path / "a.parquet")
+    message = refusal(f"aime24={path}", characters())
+    assert f"row 2: the answer is {gold!r}" in message and "0 to 999" in message
+
+
+def clone(folder):
+    """A clone of the hub's GSM8K: two configs, two splits."""
+    rows = PUBLISHED["gsm8k"][0]
+    for config, sign in ("main", ""), ("socratic", "Why? "):
+        for split, part in ("train", rows[:2]), ("test", rows[2:]):
+            part = [row | {"question": sign + row["question"]} for row in part]
+            store(part, folder / config / f"{split}-00000-of-00001.parquet")
+    card = "---\nconfigs:\n"
+    for config in "main", "socratic":
+        card += f"- config_name: {config}\n  data_files:\n"
+        card += "".join(f"  - split: {split}\n    path: {config}/{split}-*\n" for split in ("train", "test"))
+    (folder / "README.md").write_text(card + "---\n# GSM8K\n")
+    return str(folder)
+
+
+def test_folders(tmp_path):
+    folder = clone(tmp_path / "gsm8k")
+    assert [row["prompt"] for row in load(f"gsm8k={folder}", characters())] == ["How many clips?", "How much?"]
+    assert [row["prompt"] for row in load(f"gsm8k:test={folder}", characters())] == ["What is left?"]
+    message = refusal(f"gsm8k:validation={folder}", characters())
+    assert "no split 'validation'" in message and "train, test" in message and "--data" in message
+    # files without a card; the only split there is, whatever its name
+    store(PUBLISHED["math-500"][0], tmp_path / "plain" / "rows.parquet")
+    assert len(load(f"math-500={tmp_path / 'plain'}", characters())) == 1
+    assert "'test'" in refusal(f"math-500:test={tmp_path / 'plain'}", characters())
+
+
+def test_hub_names_are_asked_for_as_published(tmp_path, monkeypatch):
+    folder, real, asked = clone(tmp_path / "clone"), datasets.load_dataset, []
+
+    def from_the_clone(name, config=None, **kwargs):
+        asked.append((name, config, kwargs["split"], kwargs.pop("revision", None)))
+        return real(folder, config, **kwargs)
+
+    monkeypatch.setattr(datasets, "load_dataset", from_the_clone)
+    for spec, split, count in [("gsm8k", "train", 2), ("gsm8k:test", "test", 1)]:
+        assert len(load(spec, characters())) == count
+        assert asked.pop() == ("openai/gsm8k", "main", split, PRESETS["gsm8k"].revision)
+    message = refusal("gsm8k:tset", characters())
+    assert "gsm8k:tset" in message and "'tset'" in message and "train" in message and "NAME:SPLIT" in message
+    message = refusal("someone/else:test", characters(), prompt_column="question")  # no config: the library lists them
+    assert asked.pop() == ("someone/else", None, "test", None) and "main" in message and "someone/else" in message
+    monkeypatch.setitem(PRESETS, "gsm8k", PRESETS["gsm8k"]._replace(config="mian"))
+    assert "mian" in refusal("gsm8k", characters())
+
+
+@pytest.mark.parametrize("count, right", [(29, False), (30, True), (31, False)])
+def test_an_aime_year_of_the_hub_has_30_problems(count, right, tmp_path, monkeypatch):
+    rows = [AIME24[0] | {"problem": f"Problem {i}"} for i in range(count)]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: datasets.Dataset.from_list(rows + rows[:1]))
+    if right:
+        assert len(load("aime24", characters())) == 30
+    else:
+        assert f"{count} problems" in refusal("aime24", characters())
+    path = store(rows, tmp_path / "a.parquet")
+    assert len(load(f"aime24={path}", characters())) == count
+
+
+@pytest.mark.parametrize("spec, fix", [("gsm8k:test", "gsm8k=PATH"), ("aime25", "aime25=PATH"), ("owner/name", ".parquet")])
+def test_without_a_network_one_line_says_what_to_do(spec, fix):
+    message = refusal(spec, characters())
+    assert f"--data or --eval-data {spec}:" in message and fix in message
+
+
+@pytest.mark.parametrize("spec, words", [
+    ("gms8k", ["no such file or data set", "did you mean gsm8k?", "math-500"]),
+    ("aime2024:test", ["did you mean aime24"]),
+    ("gsm9k=rows.parquet", ["did you mean gsm8k?"]),
+    ("gsm8k=", ["no such file"]),
+    ("gsm8k=none.parquet", ["no such file"]),
+    ("math-500=rows.csv", ["unknown format"]),
+    ("rows.csv", ["unknown format"]),
+    ("broken.parquet", ["cannot be loaded", "mend"]),
+    ("math-500=mixed.jsonl", ["cannot be loaded", "mend"]),
+    ("empty.parquet", ["no rows"]),
+])
+def test_mistaken_specs(spec, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.csv").write_text("prompt,answer\n")
+    (tmp_path / "broken.parquet").write_text("not parquet")
+    (tmp_path / "mixed.jsonl").write_text('{"problem": "a", "answer": 4}\n{"problem": "b", "answer": {"x": 1}}\n')
+    features = datasets.Features({"prompt": datasets.Value("string"), "answer": datasets.Value("string")})
+    datasets.Dataset.from_dict({"prompt": [], "answer": []}, features=features).to_parquet("empty.parquet")
+    message = refusal(spec, characters())
+    assert f"--data or --eval-data {spec}: " in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_messages(ending, tmp_path):
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    path = store([{"prompt": chat, "answer": "2"}, {"prompt": turns, "answer": "3"}], tmp_path / f"a.{ending}")
+    tokenizer = characters(TEMPLATE)
+    rows = load(path, tokenizer)
+    for row, messages in zip(rows, [chat, turns], strict=True):
+        assert row["prompt_ids"] == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert [row["prompt"] for row in rows] == ["1+1?", "a\n\nb\n\nc"]
+    # the flag's system prompt replaces the data's; without a template the user's words are the prompt
+    row = load(path, tokenizer, system_prompt="Be kind.")[0]
+    text = "".join(tokenizer.convert_ids_to_tokens(row["prompt_ids"]))
+    assert text == "<s>system|Be kind.\nuser|1+1?\nassistant|"
+    rows = load(path, characters())
+    assert ["".join(characters().convert_ids_to_tokens(row["prompt_ids"])) for row in rows] == ["1+1?", "a\n\nb\n\nc"]
+
+
+@pytest.mark.parametrize("messages", [[], ["a"], [{"role": "user"}], [{"role": "user", "content": 3}],
+                                      [{"content": "a"}, {"role": "user", "content": "b"}],
+                                      [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]])
+def test_lists_that_are_no_messages(tmp_path, messages):
+    message = refusal(write(tmp_path, {"prompt": messages, "answer": "1"}), characters())
+    assert "line 1" in message and "'prompt' is a list" in message and "--prompt-column" in message
+
+
+# ------------------------------------------------------------------------------------------------------------------------
+# reasoning-gym
+
+
+def test_reasoning_gym_rows_grade_themselves():
+    import reasoning_gym
+
+    rows = load("rg:chain_sum,size=20,min_terms=2,max_terms=3", characters(), seed=5)
+    task = reasoning_gym.create_dataset("chain_sum", size=20, seed=5, min_terms=2, max_terms=3)
+    assert len(rows) == 20
+    for row, entry in zip(rows, task, strict=True):
+        assert row["prompt"] == entry["question"] + "\n\nPut the final answer in \\boxed{}."
+        assert row["answer"] == entry["answer"] and row["check"](row["answer"]) == 1.0
+        assert row["check"](None) == task.score_answer(None, entry) and row["check"]("x") == task.score_answer("x", entry)
+        assert type(row["check"](row["answer"])) is float
+    assert all("check" not in row for row in load("arith:test", characters(), size=3))
+
+
+def test_a_task_grades_what_equality_would_refuse():
+    row = load("rg:countdown,size=1", characters())[0]  # any expression with the right value
+    assert row["check"](row["answer"]) == row["check"](f"({row['answer']})") == 1.0 > row["check"]("0")
+
+
+def test_reasoning_gym_splits_share_no_problem(capsys):
+    train, test = load("rg:chain_sum", characters()), load("rg:chain_sum:test", characters())
+    assert len(test) > 1900 < len(train) and overlap(train, test) == 0 == overlap(test, train)
+    assert load("rg:chain_sum:train", characters())[0]["prompt"] == train[0]["prompt"]
+    assert load("rg:chain_sum", characters(), seed=3)[0]["prompt"] != train[0]["prompt"]
+    assert load("rg:chain_sum:test,size=5", characters(), seed=3)[4]["prompt"] == test[4]["prompt"]  # the same for all seeds
+    # 10 x 10 one-digit sums and differences: most of them held out
+    capsys.readouterr()
+    spec = ",size=100,min_terms=2,max_terms=2,max_digits=1"
+    train, test = load("rg:chain_sum" + spec, characters()), load("rg:chain_sum:test" + spec, characters())
+    assert 0 < len(train) < 100 and overlap(train, test) == 0
+    assert "problems that rg:chain_sum:test holds out" in capsys.readouterr().out
+    spec = "rg:chain_sum,size=400,min_terms=2,max_terms=2,max_digits=1"
+    assert "holds out all" in refusal(spec.replace("400", "5000"), characters())
+
+
+@pytest.mark.parametrize("spec, words", [
+    ("rg:chain_sums", ["no task 'chain_sums'", "did you mean chain_sum"]),
+    ("rg:", ["no task ''"]),
+    ("rg:chain_sum:tset", ["no split 'tset'", "rg:chain_sum:test"]),
+    ("rg:chain_sum,min_term=2", ["no option 'min_term'", "did you mean min_terms"]),
+    ("rg:chain_sum,seed=2", ["no option 'seed'"]),
+    ("rg:chain_sum,size=many", ["size=many"]),
+    ("rg:chain_sum,size=0", ["size=0"]),
+    ("rg:chain_sum,min_terms=9,max_terms=2", ["max_terms must be"]),
+    ("rg:chain_sum,min_terms=few", ["refuses"]),
+])
+def test_mistaken_tasks(spec, words):
+    message = refusal(spec, characters())
+    assert f"--data or --eval-data {spec}: " in message
+    for word in words:
+        assert word in message
+
+
+def test_sizes(tmp_path):
+    for spec in "arith:", "arith:test", "rg:chain_sum", "rg:chain_sum:test":
+        assert len(load(spec, characters(), size=7)) == 7
+    assert len(load("rg:chain_sum,size=3", characters(), size=7)) == 3
+    path = write(tmp_path, *[{"prompt": f"{i}", "answer": "1"} for i in range(9)])
+    assert [len(load(path, characters(), size=size)) for size in (4, 20, None)] == [4, 9, 9]
+
+
+# ------------------------------------------------------------------------------------------------------------------------
+# rows
 
 
 def test_repeated_prompts_are_dropped_and_counted(tmp_path, capsys):
@@ -271,6 +593,7 @@ def test_resume_refuses_other_data():
 def test_no_global_random_state_is_touched(tmp_path):
     before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
     load("arith:train", characters(), seed=1)
+    load("rg:pool_matrix,size=3", characters(), seed=1)  # a task that seeds numpy
     load(write(tmp_path, {"prompt": "a", "answer": "1"}), characters(TEMPLATE))
     Shuffled([{"prompt": "a"}, {"prompt": "b"}], 1).next(9)
     assert torch.equal(before[0], torch.get_rng_state())
