@@ -22,12 +22,14 @@ Layers are skipped by name only (lm_head, embeddings, router), never for being s
 
 import os
 import re
+import sys
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 import fp8
 from errors import UserError, check_device
@@ -130,6 +132,8 @@ def load_model(path, recipe, device="cpu", dtype=None, **convert_kwargs):
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
     if os.path.isdir(path) and not any(os.path.exists(os.path.join(path, name)) for name in names):
         raise UserError(f"--model {path}: the folder has no tokenizer; save the model's tokenizer into it")
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # transformers draws one for every load
     for what, loader, kwargs in (
         ("tokenizer", AutoTokenizer, {}),
         ("model", AutoModelForCausalLM, {"dtype": dtype, "attn_implementation": "sdpa"}),

@@ -62,6 +62,16 @@ def eos_ids(model, tokenizer):
     return sorted(ids)
 
 
+def check_prompts(prompt_ids, max_tokens, limit):
+    """Raise UserError on an empty prompt, or one that leaves no room for max_tokens in a context of `limit` (None: no limit)."""
+    if limit and max_tokens >= limit:
+        raise UserError(f"--max-tokens {max_tokens} leaves no room for a prompt: the model's context is {limit} tokens")
+    for i, ids in enumerate(prompt_ids):
+        if not ids or (limit and len(ids) + max_tokens > limit):
+            room = f"1 to {limit - max_tokens} with --max-tokens {max_tokens}" if limit else "at least 1"
+            raise UserError(f"prompt {i} has {len(ids)} tokens; the model takes {room}")
+
+
 def fingerprint(named_weights, count=8):
     """Sum and absolute sum (float64) of up to `count` tensors spread over the model: cheap, and different after a step."""
     named = list(named_weights)
@@ -142,13 +152,7 @@ class HFEngine:
         max_tokens   at most so many sampled tokens; seed: see row_seed; progress: a bar over sampled sequences
         Raises UserError on an empty prompt or one that leaves no room in the model's context.
         """
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if limit and max_tokens >= limit:
-            raise UserError(f"--max-tokens {max_tokens} leaves no room for a prompt: the model's context is {limit} tokens")
-        for i, ids in enumerate(prompt_ids):
-            if not ids or (limit and len(ids) + max_tokens > limit):
-                room = f"1 to {limit - max_tokens} with --max-tokens {max_tokens}" if limit else "at least 1"
-                raise UserError(f"prompt {i} has {len(ids)} tokens; the model takes {room}")
+        check_prompts(prompt_ids, max_tokens, getattr(self.model.config.get_text_config(), "max_position_embeddings", None))
         assert not self.model.training, "the sampler's module must be in eval mode: dropout would make the log-probs noise"
         order = sorted(range(len(prompt_ids)), key=lambda i: len(prompt_ids[i]))
         members = [(i, j) for i in order for j in range(n)]
