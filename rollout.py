@@ -63,7 +63,7 @@ def eos_ids(model, tokenizer):
 
 
 def check_prompts(prompt_ids, max_tokens, limit):
-    """Raise UserError on an empty prompt, or one that leaves no room for max_tokens in a context of `limit` (None: no limit)."""
+    """Raise UserError on an empty prompt or one that leaves no room for max_tokens in a context of `limit` (or None)."""
     if limit and max_tokens >= limit:
         raise UserError(f"--max-tokens {max_tokens} leaves no room for a prompt: the model's context is {limit} tokens")
     for i, ids in enumerate(prompt_ids):
