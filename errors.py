@@ -5,6 +5,7 @@ library parts may catch it as one. Scripts end with `run_main(main)` and read th
 """
 
 import argparse
+import json
 import math
 import sys
 
@@ -36,6 +37,17 @@ def number(kind, low=-math.inf, high=math.inf, above=-math.inf):
         return value
 
     return parse
+
+
+def json_object(text):
+    """An argparse type: a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object such as {{\"enable_thinking\": false}}")
+    return value
 
 
 def check_device(device):

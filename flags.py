@@ -9,7 +9,7 @@ import torch
 
 import clipping
 import precision
-from errors import Flags, UserError, number
+from errors import Flags, UserError, json_object, number
 
 PRESETS = {
     "demo": dict(
@@ -24,11 +24,14 @@ def make_parser(description):
     parser = Flags(description=description)
     g = parser.add_argument_group("model and data")
     g.add_argument("--model", default="tiny", help="transformers folder or hub name; `tiny` makes the embedded model")
-    g.add_argument("--data", default="arith:train", help="arith:train, or a JSONL file with prompt and answer")
+    g.add_argument("--data", default="arith:train", help="arith:train, rg:TASK, a preset (gsm8k:train), a file, OWNER/NAME")
     g.add_argument("--eval-data", default="", help="held-out problems, same forms as --data")
-    g.add_argument("--prompt-column", default="prompt")
-    g.add_argument("--answer-column", default="answer")
-    g.add_argument("--system-prompt", default="", help="for models with a chat template")
+    g.add_argument("--prompt-column", help="default: the preset's, else prompt")
+    g.add_argument("--answer-column", help="default: the preset's, else answer")
+    g.add_argument("--system-prompt", help="for models with a chat template")
+    g.add_argument("--template-args", type=json_object, help='arguments of the chat template, e.g. {"enable_thinking": false}')
+    g.add_argument("--prompt-format", help="for models without a chat template, with {prompt}; default: the prompt alone")
+    g.add_argument("--reward", default="", help="FILE.py:function(completion, row, truncated) instead of math grading")
     g.add_argument("--max-prompt-tokens", type=number(int, 1), default=1024, help="longer prompts are dropped, with a count")
     g = parser.add_argument_group("run")
     g.add_argument("--out", default="out/run", help="run folder")

@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
@@ -140,7 +141,7 @@ def load_model(path, recipe, device="cpu", dtype=None, **convert_kwargs):
     ):
         try:
             loaded = loader.from_pretrained(path, **kwargs)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(f"--model {path}: its {what} does not load: {reason}") from error
         if what == "tokenizer":

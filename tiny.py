@@ -25,7 +25,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-import data
+import sources
 from errors import Flags, UserError, run_main
 from precision import Masters
 
@@ -67,7 +67,7 @@ def worked_sum(a, b):
 
 def warm_start(model, tokenizer, seed=0, progress=True):
     """Supervised training on the two styles, BF16 forward with FP32 masters; trains `model` in place and returns it in FP32."""
-    pairs = data.arith_pairs("train", data.ARITH_ROWS["train"], seed)
+    pairs = sources.arith_pairs("train", sources.ARITH_ROWS["train"], seed)
     generator = torch.Generator().manual_seed(seed)
     steps, batch = SETTINGS["steps"], SETTINGS["batch"]
     model.train()

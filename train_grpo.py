@@ -81,7 +81,7 @@ class Micro:
         self.old_logp = self.entropy = self.weight = None
 
 
-def sample_and_grade(engine, tokenizer, rows, args, step, sec):
+def sample_and_grade(engine, tokenizer, rows, function, args, step, sec):
     """One batch of samples: dicts with row, completion, text, reward, adv; groups are adjacent."""
     start = time.perf_counter()
     seed = row_seed(args.seed, "train", step)
@@ -92,7 +92,7 @@ def sample_and_grade(engine, tokenizer, rows, args, step, sec):
     rows = [row for row in rows for _ in range(args.group_size)]
     texts = [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
     truncated = [c.finish_reason == "length" for c in completions]
-    rewards = reward.grade_batch(texts, [row["answer"] for row in rows], truncated, progress=True)
+    rewards = reward.score(rows, texts, truncated, function, progress=True)
     adv = clipping.group_advantages(torch.tensor(rewards), args.group_size, args.adv_scale).tolist()
     sec["reward"] = time.perf_counter() - start
     fields = zip(rows, completions, texts, rewards, adv, strict=True)
@@ -231,6 +231,7 @@ def check_gate(args, metrics):
 
 def setup(args):
     """Everything a run holds: model, tokenizer, masters, optimizer, engine, data; nothing is written yet."""
+    function = reward.load_function(args.reward) if args.reward else None
     torch.manual_seed(args.seed)  # nothing of ours draws from the global generator; a library might
     path = tiny.prepare() if args.model == "tiny" else args.model
     quantiser = dict(backend=args.fp8_backend, grad_dtype=args.fp8_grads, power_of_two=args.pow2_scales)
@@ -247,16 +248,18 @@ def setup(args):
         longest = min(longest, context - args.max_tokens)
         if longest < 1:
             raise UserError(f"--max-tokens {args.max_tokens} leaves no room for a prompt: the model's context is {context}")
-    columns = dict(prompt_column=args.prompt_column, answer_column=args.answer_column, system_prompt=args.system_prompt or None)
-    rows, eval_rows = data.load(args.data, tokenizer, longest, **columns), []
+    formats = dict(system_prompt=args.system_prompt, template_args=args.template_args, prompt_format=args.prompt_format)
+    formats |= dict(prompt_column=args.prompt_column, answer_column=args.answer_column)
+    rows, eval_rows = data.load(args.data, tokenizer, longest, seed=args.seed, **formats), []
     if args.eval_every:
-        eval_rows = data.load(args.eval_data, tokenizer, longest, **columns)[: args.eval_problems]
+        eval_rows = data.load(args.eval_data, tokenizer, longest, **formats)[: args.eval_problems]
         common = data.overlap(rows, eval_rows)
         print(f"{len(rows)} training prompts, {len(eval_rows)} held out, {common} in both")
     engine = make_engine("hf", model, tokenizer, args.rollout_precision, args.rollout_rows, **quantiser)
     return SimpleNamespace(
         model=model, tokenizer=tokenizer, masters=masters, optimizer=optimizer, engine=engine,
-        shuffled=data.Shuffled(rows, args.seed), eval_rows=eval_rows, done=0, summary={"tokens": 0, "train_seconds": 0.0},
+        shuffled=data.Shuffled(rows, args.seed), function=function,
+        eval_rows=eval_rows, done=0, summary={"tokens": 0, "train_seconds": 0.0},
     )  # fmt: skip
 
 
@@ -280,7 +283,8 @@ def restore(run, path, args):
 def held_out(run, args, when):
     """Accuracy on the held-out problems, the same problems and seed each time: {acc_WHEN, se_WHEN, len_WHEN}."""
     seed = row_seed(args.seed, "eval", 0)
-    result, _ = evaluate(run.engine, run.tokenizer, run.eval_rows, args.eval_n, args.temperature, args.max_tokens, seed)
+    sampling = (args.eval_n, args.temperature, args.max_tokens, seed)
+    result, _ = evaluate(run.engine, run.tokenizer, run.eval_rows, *sampling, function=run.function)
     print(f"held-out accuracy {when}: {result['acc']:.4f} +- {result['se']:.4f} "
           f"({result['problems']} problems x {args.eval_n}, {result['len_mean']:.1f} tokens)", flush=True)
     return result
@@ -292,7 +296,8 @@ def train_step(run, args, step):
     lr = args.lr * min(1.0, step / max(1, args.warmup))
     for group in run.optimizer.param_groups:
         group["lr"] = lr
-    samples = sample_and_grade(run.engine, run.tokenizer, run.shuffled.next(args.prompts_per_step), args, step, sec)
+    rows = run.shuffled.next(args.prompts_per_step)
+    samples = sample_and_grade(run.engine, run.tokenizer, rows, run.function, args, step, sec)
 
     t = time.perf_counter()
     minis = split(samples, args, run.engine.pad_id)

@@ -17,9 +17,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from data import PRESETS, Shuffled, arith_pairs, load, overlap, prompt_ids
+from data import Shuffled, load, overlap, prompt_ids
 from errors import UserError
 from reward import grade
+from sources import PRESETS, arith_pairs
 
 TEMPLATE = ("{{ bos_token }}{% for m in messages %}{{ m.role }}|{{ m.content }}\n{% endfor %}"
             "{% if add_generation_prompt %}assistant|{% endif %}")

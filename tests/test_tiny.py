@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import data
 import reward
+import sources
 import tiny
 from errors import UserError
 
@@ -77,7 +77,7 @@ def test_model_leaves_the_global_generator_alone(tokenizer):
 def supervised_loss(model, tokenizer):
     """Mean loss of the answer's tokens on 64 held-out sums, both styles alike."""
     losses = []
-    for a, b in data.arith_pairs("test", 32, 0):
+    for a, b in sources.arith_pairs("test", 32, 0):
         for style in ("", tiny.worked_sum(a, b)):
             ids = torch.tensor([tokenizer(f"{a}+{b}={style}####{a + b}<eos>").input_ids])
             logp = torch.log_softmax(model(ids).logits[0, 7:-1].float(), -1)
