@@ -181,6 +181,7 @@ def parse_flags(argv=None):
     g.add_argument("--temperature", type=number(float, 0), default=1.0, help="0 = greedy, with --n 1")
     g.add_argument("--top-p", type=number(float, above=0, high=1), default=1.0, help="smallest set of ids of this probability")
     g.add_argument("--max-tokens", type=number(int, 1), default=64, help="tokens per answer")
+    g.add_argument("--engine", choices=["hf", "vllm"], default="hf", help="transformers, or real vLLM (CPU too)")
     g.add_argument("--rows", type=number(int, 1), default=256, help="sequences decoded at once")
     g.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0)
     g.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:N")
@@ -294,7 +295,8 @@ def main():
         model = engine = None  # the previous precision's, freed before the next is loaded
         model, tokenizer, report = precision.load_model(path, recipe, args.device, **quantiser)
         print(f"{path}: {report if report.converted else recipe}")
-        engine = make_engine("hf", model, tokenizer, recipe, args.rows)
+        engine = make_engine(args.engine, model, tokenizer, recipe, args.rows, **quantiser)
+        engine.sync(model.named_parameters())
         if sets is None:
             sets = load_sets(args, model, tokenizer)
             out, answers = open_out(args, path)
@@ -308,6 +310,7 @@ def main():
             write_results(out, args, results + part)
             print(f"{recipe} on {name}: avg@{args.n} {summary['acc']:.4f} +- {summary['se']:.4f} over {summary['problems']} "
                   f"problems, {summary['len_mean']:.1f} tokens an answer, {summary['trunc_frac']:.1%} cut off", flush=True)
+        engine.close()
         results += part + ([{"precision": recipe, "data": "average"} | average(part)] if len(part) > 1 else [])
     write_results(out, args, results)
     answers.close()

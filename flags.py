@@ -54,7 +54,9 @@ def make_parser(description):
     g.add_argument("--updates-per-step", type=number(int, 1), default=4, help="mini-batches a step")
     g.add_argument("--micro-tokens", type=number(int, 1), default=16384, help="padded tokens per forward and backward")
     g = parser.add_argument_group("sampling")
-    g.add_argument("--engine", choices=["hf"], default="hf")
+    g.add_argument("--engine", choices=["hf", "vllm"], default="hf", help="transformers, or real vLLM (CPU too)")
+    g.add_argument("--rollout-kernels", choices=["aligned", "native"], default="aligned",
+                   help="vllm: the learner's own quantiser, or vLLM's FP8 kernels (GPU)")
     g.add_argument("--max-tokens", type=number(int, 1), default=128, help="tokens per answer")
     g.add_argument("--temperature", type=number(float, 0), default=1.0)
     g.add_argument("--rollout-rows", type=number(int, 1), default=256, help="sequences decoded at once")
@@ -104,6 +106,8 @@ def parse_flags(argv=None, doc=__doc__):
             f"--prompts-per-step {args.prompts_per_step} x --group-size {args.group_size} = {N} answers do not split into "
             f"--updates-per-step {args.updates_per_step} equal mini-batches; use one of {divisors}"
         )
+    if args.rollout_kernels == "native" and args.engine != "vllm":
+        raise UserError("--rollout-kernels native is vLLM's; it needs --engine vllm")
     if args.temperature == 0:
         raise UserError("--temperature 0 samples a group of equal answers, which teaches nothing; use 1.0")
     if not args.clip_low < 1 < args.clip_high:

@@ -1,4 +1,4 @@
-"""Sampling engines with one interface. Token ids in, token ids out: text is never tokenised twice.
+"""Sampling: the engines' interface and the transformers engine (vLLM: vllm_engine.py). Text is never tokenised twice.
 
     engine = make_engine("hf", model, tokenizer, recipe="fp8-row")
     completions = engine.generate(prompt_ids, n=8, temperature=1.0, max_tokens=256, seed=step)   # flat, n per prompt, in order
@@ -40,14 +40,20 @@ class Completion(NamedTuple):
     finish_reason: str
 
 
-def make_engine(kind, model, tokenizer, recipe, max_rows=256, **convert_kwargs):
+def make_engine(kind, model, tokenizer, recipe, max_rows=256, kernels="aligned", **convert_kwargs):
     """An engine that samples from `model` (a transformers module, converted or not) in precision `recipe`.
 
-    kind "hf"; max_rows: sequences decoded at once; convert_kwargs: precision.convert's, used when a copy has to be converted.
+    kind       "hf": HFEngine below; "vllm": vllm_engine.VLLMEngine, to be filled by `sync` before the first generate
+    max_rows   sequences decoded at once; kernels: aligned | native, of the vLLM engine
+    convert_kwargs: precision.convert's, for a copy that has to be converted
     """
-    if kind != "hf":
-        raise UserError(f"--engine {kind!r}: the engine built so far is hf (transformers)")
-    return HFEngine(model, tokenizer, recipe, max_rows, **convert_kwargs)
+    if kind == "hf":
+        return HFEngine(model, tokenizer, recipe, max_rows, **convert_kwargs)
+    if kind == "vllm":
+        from vllm_engine import VLLMEngine  # here: importing vLLM takes seconds
+
+        return VLLMEngine(model, tokenizer, recipe, max_rows, kernels, **convert_kwargs)
+    raise UserError(f"--engine {kind!r} is not one of hf, vllm")
 
 
 def eos_ids(model, tokenizer):

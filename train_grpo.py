@@ -255,7 +255,8 @@ def setup(args):
         eval_rows = data.load(args.eval_data, tokenizer, longest, **formats)[: args.eval_problems]
         common = data.overlap(rows, eval_rows)
         print(f"{len(rows)} training prompts, {len(eval_rows)} held out, {common} in both")
-    engine = make_engine("hf", model, tokenizer, args.rollout_precision, args.rollout_rows, **quantiser)
+    rows_at_once, kernels = args.rollout_rows, args.rollout_kernels
+    engine = make_engine(args.engine, model, tokenizer, args.rollout_precision, rows_at_once, kernels, **quantiser)
     return SimpleNamespace(
         model=model, tokenizer=tokenizer, masters=masters, optimizer=optimizer, engine=engine,
         shuffled=data.Shuffled(rows, args.seed), function=function,
