@@ -37,7 +37,7 @@ from sources import read
 
 def load(spec, tokenizer, max_prompt_tokens=None, system_prompt=None, prompt_column=None, answer_column=None, seed=0,
          template_args=None, prompt_format=None, size=None):
-    """The rows of `spec`; columns left at None, or at their plain names, are the preset's.
+    """The rows of `spec`; columns left at None are the preset's, or `prompt` and `answer`.
 
     `seed` picks the problems of arith: and rg: (leave it alone for evaluation: the same questions in every run).
     `size` is the number of problems of arith: and rg:, and an upper bound for the rest.
@@ -202,7 +202,10 @@ def main():
         raise UserError("usage: python data.py SPEC MODEL, for instance: python data.py arith:test out/smollm2")
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
+    except (OSError, ValueError) as error:
+        raise UserError(f"{sys.argv[2]}: no tokenizer there: {str(error).splitlines()[0]}") from error
     rows = load(sys.argv[1], tokenizer)
     lengths = sorted(len(row["prompt_ids"]) for row in rows)
     print(f"{len(rows)} rows, prompt tokens min {lengths[0]}, median {lengths[len(rows) // 2]}, max {lengths[-1]}")

@@ -61,9 +61,14 @@ def check_device(device):
 
 
 def run_main(main):
-    """Call `main()`; print a UserError as one line on stderr and exit with 2, let every other exception through."""
+    """Call `main()`; print a UserError as one line on stderr and exit with 2, Ctrl-C as one line and 130; let every other
+    exception through."""
     try:
         main()
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted: rows and samples up to the last finished step are in the run folder, a training run goes on with "
+              "--resume from its last checkpoint", file=sys.stderr)
+        sys.exit(130)

@@ -28,6 +28,7 @@ and their average) and summary.json (flags, and the rows again with seconds and 
 """
 
 import csv
+import itertools
 import json
 import math
 import os
@@ -224,7 +225,7 @@ def find_model(model):
 
 
 def open_out(args, path):
-    """(folder of the results, its generations.jsonl open for writing); an older evaluation's files move to NAME.bak."""
+    """(folder of the results, its generations.jsonl open for writing); an older one moves to NAME.bak1, .bak2 .."""
     parts = os.path.normpath(path).split(os.sep)
     name = "-".join([p for p in parts if p != "checkpoints"][-2:]) if re.fullmatch(r"step_\d+", parts[-1]) else parts[-1]
     out = args.out or os.path.join("out", "eval", name)
@@ -232,7 +233,8 @@ def open_out(args, path):
         os.makedirs(out, exist_ok=True)
         for old in (os.path.join(out, name) for name in ("generations.jsonl", "results.csv", "summary.json")):
             if os.path.exists(old):
-                os.replace(old, f"{old}.bak")
+                free = next(k for k in itertools.count(1) if not os.path.exists(f"{old}.bak{k}"))
+                os.replace(old, f"{old}.bak{free}")
         return out, open(os.path.join(out, "generations.jsonl"), "w", encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out {out}: cannot write to this folder: {error.strerror}") from error

@@ -20,6 +20,30 @@ PRESETS = {
 CORRECTIONS = ("none", "tis", "icepop", "mis")
 
 
+def add_method_flags(parser):
+    """Precision and method: what the studies vary."""
+    g = parser.add_argument_group("precision")
+    g.add_argument("--precision", default="fp8-row", help=", ".join(precision.RECIPES))
+    g.add_argument("--rollout-precision", help="the sampler's; default: the learner's")
+    g.add_argument("--fp8-backend", choices=["emulate", "scaled_mm"], help="default: scaled_mm on a GPU, emulate on a CPU")
+    g.add_argument("--fp8-grads", choices=list(precision.GRAD_DTYPES), default="e4m3", help="format of gradients")
+    g.add_argument("--pow2-scales", action="store_true", help="round FP8 scales up to powers of two")
+    g.add_argument("--keep-bf16", default="", help="decoder layers left in BF16 by position, e.g. first:1,last:1")
+    g = parser.add_argument_group("method")
+    g.add_argument("--clip-low", type=number(float, 0), default=0.8, help="lower bound of the ratio")
+    g.add_argument("--clip-high", type=number(float, 0), default=1.24, help="upper bound of the ratio")
+    g.add_argument("--dual-clip", type=number(float, 0), default=0.0, help="bound on r where A < 0, e.g. 3; 0 = off")
+    g.add_argument("--correction", choices=CORRECTIONS, default="tis", help="sampler against learner")
+    g.add_argument("--tis-cap", type=number(float, above=0), default=2.0)
+    g.add_argument("--tis-level", choices=["token", "sequence"], default="token")
+    g.add_argument("--icepop-low", type=number(float, 0, 1), default=0.5, help="band of w outside which tokens are dropped")
+    g.add_argument("--icepop-high", type=number(float, above=1), default=5.0)
+    g.add_argument("--mis-low", type=number(float, 0, 1), default=0.999, help="band of the geometric mean of w per answer")
+    g.add_argument("--mis-high", type=number(float, above=1), default=1.001)
+    g.add_argument("--loss-agg", choices=clipping.AGGS, default="token-mean")
+    g.add_argument("--adv-scale", choices=["std", "none"], default="std", help="none: not divided by the std (Dr.GRPO)")
+
+
 def make_parser(description):
     parser = Flags(description=description)
     g = parser.add_argument_group("model and data")
@@ -66,23 +90,21 @@ def make_parser(description):
     g.add_argument("--warmup", type=number(int, 0), default=0, help="steps of linear warm-up")
     g.add_argument("--weight-decay", type=number(float, 0), default=0.01)
     g.add_argument("--grad-clip", type=number(float, above=0), default=1.0, help="bound on the gradient's global norm")
-    g = parser.add_argument_group("precision")
-    g.add_argument("--precision", default="fp8-row", help=", ".join(precision.RECIPES))
-    g.add_argument("--rollout-precision", help="the sampler's; default: the learner's")
-    g.add_argument("--fp8-backend", choices=["emulate", "scaled_mm"], help="default: scaled_mm on a GPU, emulate on a CPU")
-    g.add_argument("--fp8-grads", choices=list(precision.GRAD_DTYPES), default="e4m3", help="format of gradients")
-    g.add_argument("--pow2-scales", action="store_true", help="round FP8 scales up to powers of two")
-    g.add_argument("--keep-bf16", default="", help="decoder layers left in BF16 by position, e.g. first:1,last:1")
-    g = parser.add_argument_group("method")
-    g.add_argument("--clip-low", type=number(float, 0), default=0.8, help="lower bound of the ratio")
-    g.add_argument("--clip-high", type=number(float, 0), default=1.24, help="upper bound of the ratio")
-    g.add_argument("--dual-clip", type=number(float, 0), default=0.0, help="bound on r where A < 0, e.g. 3; 0 = off")
-    g.add_argument("--correction", choices=CORRECTIONS, default="tis", help="sampler against learner")
-    g.add_argument("--tis-cap", type=number(float, above=0), default=2.0)
-    g.add_argument("--tis-level", choices=["token", "sequence"], default="token")
-    g.add_argument("--loss-agg", choices=clipping.AGGS, default="token-mean")
-    g.add_argument("--adv-scale", choices=["std", "none"], default="std", help="none: not divided by the std (Dr.GRPO)")
+    add_method_flags(parser)
     return parser
+
+
+def check_without_effect(args, parser):
+    """Refuse flags that were set but do nothing next to another: naming both beats a run that was not what it seemed."""
+    fp8 = any(precision.RECIPES[r]["granularity"] for r in (args.precision, args.rollout_precision))
+    idle = {"tis_cap": args.correction == "tis", "tis_level": args.correction == "tis"}
+    idle |= {f"{name}_{end}": args.correction == name for name in ("icepop", "mis") for end in ("low", "high")}
+    idle |= dict.fromkeys(("fp8_backend", "fp8_grads", "pow2_scales", "keep_bf16"), fp8)
+    for name, used in idle.items():
+        if not used and getattr(args, name) != parser.get_default(name):
+            of_fp8 = name.startswith(("fp8", "pow2", "keep"))
+            other = f"--precision {args.precision}" if of_fp8 else f"--correction {args.correction}"
+            raise UserError(f"--{name.replace('_', '-')} has no effect with {other}; leave one of the two out")
 
 
 def parse_flags(argv=None, doc=__doc__):
@@ -108,6 +130,7 @@ def parse_flags(argv=None, doc=__doc__):
         )
     if args.rollout_kernels == "native" and args.engine != "vllm":
         raise UserError("--rollout-kernels native is vLLM's; it needs --engine vllm")
+    check_without_effect(args, parser)
     if args.temperature == 0:
         raise UserError("--temperature 0 samples a group of equal answers, which teaches nothing; use 1.0")
     if not args.clip_low < 1 < args.clip_high:

@@ -8,7 +8,8 @@ A linear layer Y = X W^T (X is (T, K) tokens x features, W is (N, K)) costs thre
 
 An FP8 GEMM multiplies 8-bit codes and applies the scales afterwards, so a scale may vary along the two outer dimensions but
 not inside a sum. Hence the one rule of this file: **each operand is quantised along the contraction dimension of the GEMM it
-enters, from the high-precision tensor.** X is therefore quantised twice (along K, later along T), W twice and dY twice.
+enters, from the high-precision tensor.** X is therefore quantised twice (along K, later along T), dY twice, and W twice with
+row scales (tensor and 128 x 128 scales do not depend on the direction).
 
     scale = amax / F_max            F_max = 448 for E4M3, 57344 for E5M2 (torch.finfo, nothing hard-coded)
     q     = cast(clamp(x / scale, -F_max, F_max))      x ~ q * scale: `scale` is the inverse scale, what GEMMs want

@@ -55,6 +55,8 @@ class Report(dict):
         raise AttributeError(name)
 
     def __str__(self):
+        if not self.converted:
+            return f"linear layers in {self.recipe}"
         skipped = ", ".join(f"{name} ({why})" for name, why in self.skipped.items()) or "none"
         return f"{len(self.converted)} linear layers in {self.recipe}; left in high precision: {skipped}"
 
@@ -125,7 +127,8 @@ def load_model(path, recipe, device="cpu", dtype=None, **convert_kwargs):
     is missing, has no tokenizer, or does not fit the recipe."""
     check_device(device)
     dtype = dtype or recipe_of(recipe)["dtype"]
-    hub_name = path.count("/") == 1 and path[0] not in "./" and not os.path.exists(path)
+    first, _, rest = path.partition("/")
+    hub_name = rest and "/" not in rest and not os.path.exists(first)  # out/typo is a folder that is not there
     if not os.path.isdir(path) and not hub_name:
         raise UserError(f"--model {path}: no such folder; give a transformers folder, a hub name OWNER/NAME, or `tiny`")
     if os.path.isdir(path) and not os.path.exists(os.path.join(path, "config.json")):

@@ -159,7 +159,7 @@ def _table(spec):
         fix, call = "mend or convert the file", functools.partial(getattr(datasets.Dataset, READERS[path.suffix]), str(path))
     elif path.is_dir() and preset and not spec.endswith("="):
         fix, call = "name one file in the folder", functools.partial(_folder, datasets, str(path.resolve()), preset.config)
-    elif re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not equals and not path.exists() and path.suffix not in READERS:
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not (equals or Path(name).parent.exists() or path.suffix in READERS):
         fix = "check OWNER/NAME:SPLIT; without a network give a .parquet or .jsonl file"
         call = functools.partial(datasets.load_dataset, name, split=split or "train")
     elif path.exists() and not spec.endswith("="):
@@ -304,10 +304,8 @@ def read(spec, in_words, prompt_column=None, answer_column=None, seed=0, size=No
     if spec.startswith("rg:"):
         return _reasoning_gym(spec, seed, size), "row", None, ""
     preset = PRESETS.get(re.split("[:=]", spec)[0])
-    prompt_column, answer_column = prompt_column or "prompt", answer_column or "answer"
-    if preset:
-        prompt_column = preset.prompt if prompt_column == "prompt" else prompt_column
-        answer_column = preset.answer if answer_column == "answer" else answer_column
+    prompt_column = prompt_column or (preset.prompt if preset else "prompt")
+    answer_column = answer_column or (preset.answer if preset else "answer")
     unit = "line" if spec.endswith(".jsonl") and not preset else "row"
     examples = (_jsonl if unit == "line" else _examples)(spec, prompt_column, answer_column)
     if preset and preset.form == "aime":

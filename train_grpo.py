@@ -53,12 +53,14 @@ def open_run_folder(args):
     if not args.resume:
         csv = os.path.join(args.out, "metrics.csv")
         started = os.path.exists(csv) and read_csv(csv)["step"]  # a run stopped before its first step holds nothing
-        if started or checkpoint.latest(args.out):
-            raise UserError(f"--out {args.out} holds another run; go on with --resume, choose another --out, or delete it")
+        saved = checkpoint.latest(args.out)
+        if (started or saved) and not args.dry_run:
+            go_on = "go on with --resume" if saved else "it stopped before its first checkpoint"
+            raise UserError(f"--out {args.out} holds another run ({go_on}); choose another --out, or delete it")
         return None
     path = checkpoint.latest(args.out)
     if path is None:
-        raise UserError(f"--resume: no complete checkpoint in {args.out}/checkpoints; check --out, or leave --resume out")
+        raise UserError(f"--resume: no complete checkpoint in {args.out}/checkpoints; check --out, or start in another folder")
     return path
 
 
@@ -122,9 +124,9 @@ def old_pass(model, minis, args):
         if args.correction == "tis":
             m.weight, metrics = clipping.tis_weight(m.old_logp, m.mu_logp, m.mask, args.tis_cap, args.tis_level)
         elif args.correction == "icepop":
-            m.weight, metrics = clipping.icepop_weight(m.old_logp, m.mu_logp, m.mask)
+            m.weight, metrics = clipping.icepop_weight(m.old_logp, m.mu_logp, m.mask, args.icepop_low, args.icepop_high)
         elif args.correction == "mis":
-            m.kept, metrics = clipping.mis_mask(m.old_logp, m.mu_logp, m.mask)
+            m.kept, metrics = clipping.mis_mask(m.old_logp, m.mu_logp, m.mask, args.mis_low, args.mis_high)
         else:
             metrics = {}
         parts.append(metrics)
@@ -194,6 +196,8 @@ def step_metrics(samples, updates, args, sec, lr, start):
         "len/trunc_frac": sum(s["completion"].finish_reason == "length" for s in samples) / len(samples),
     }  # fmt: skip
     metrics |= clipping.group_metrics(rewards, args.group_size)
+    adv = torch.tensor([s["adv"] for s in samples]).view(-1, args.group_size)
+    metrics["frac_groups_equal"] = (adv == 0).all(1).float().mean()  # equal rewards of any value: nothing to learn from
     done = [u for u in updates if not u["skipped"]]  # one bad mini-batch must not hide the good ones
     if done:
         loop = ("loss", "grad_norm")
@@ -210,18 +214,20 @@ def step_metrics(samples, updates, args, sec, lr, start):
 
 
 def check_gate(args, metrics):
-    """Before the first update: learner and sampler hold the same weights, so their log-probs may differ by rounding only."""
+    """Before a launch's first update: learner and sampler hold the same weights, so their log-probs differ by rounding only.
+    The bound is coarse: it catches stale or other weights and another quantiser, not a temperature that is 10 % off."""
     names = (args.precision, args.rollout_precision)
     bound = args.gate if args.gate is not None else max(GATES.get(name, 0.2) for name in names)
     if args.gate is None and len(set(names)) > 1:
         bound = 0.5  # two recipes: the difference is the subject, not an error
     gap, worst = float(metrics["mismatch/abs_dlogp_mean"]), float(metrics["mismatch/abs_dlogp_max"])
     verdict = "report only" if bound == 0 else f"bound {bound:g}: {'ok' if gap <= bound else 'FAILED'}"
-    print(f"step-0 gate, learner {names[0]} against sampler {names[1]}: mean |dlogp| {gap:.4f}, max {worst:.3f} ({verdict})")
+    print(f"gate before the first update, learner {names[0]} against sampler {names[1]}: "
+          f"mean |dlogp| {gap:.4f}, max {worst:.3f} ({verdict})")
     if bound and not gap <= bound:
         raise UserError(
-            f"step-0 gate: mean |old_logp - mu_logp| {gap:.4f} is above {bound:g}: sampler and learner disagree at equal "
-            "weights; look for another temperature, stale weights or another quantiser, or raise --gate (0 = report only)"
+            f"gate: mean |old_logp - mu_logp| {gap:.4f} is above {bound:g}: sampler and learner disagree at equal "
+            "weights; look for stale weights or another quantiser, or raise --gate (0 = report only)"
         )
 
 
@@ -272,6 +278,8 @@ def restore(run, path, args):
     run.optimizer.load_state_dict({"state": optimizer_state["state"], "param_groups": groups})
     run.shuffled.load_state_dict(state["data"])
     run.done, run.summary = state["step"], state["summary"]
+    if not args.eval_every:  # accuracies of earlier steps would pass for this run's result
+        run.summary = {k: v for k, v in run.summary.items() if not k.startswith(("acc_", "se_", "len_"))}
     if run.done >= args.steps:
         raise UserError(f"--resume: {path} has {run.done} steps done, --steps {args.steps} is the total; raise it")
     print(f"resumed {path}: {run.done} of {args.steps} steps done")
@@ -282,7 +290,7 @@ def restore(run, path, args):
 
 
 def held_out(run, args, when):
-    """Accuracy on the held-out problems, the same problems and seed each time: {acc_WHEN, se_WHEN, len_WHEN}."""
+    """evaluate's summary on the held-out problems, with the same seed each time."""
     seed = row_seed(args.seed, "eval", 0)
     sampling = (args.eval_n, args.temperature, args.max_tokens, seed)
     result, _ = evaluate(run.engine, run.tokenizer, run.eval_rows, *sampling, function=run.function)
@@ -344,6 +352,8 @@ def train(args):
         log.log(step, {k: v for k, v in metrics.items() if not k.startswith("n/")})
         log.samples(step, [sample_record(s) for s in samples[: args.log_samples]])
         log.line(step, args.steps, metrics)
+        if metrics["skipped"] == args.updates_per_step:
+            print(f"step {step}: no update was made: no usable reward or no finite gradient (samples.jsonl shows the rewards)")
         if step == args.steps or (args.save_every and step % args.save_every == 0):
             state = {"step": step, "data": run.shuffled.state_dict(), "summary": summary, "flags": vars(args)}
             weights, optimizer_state = run.masters.weights, run.optimizer.state_dict()

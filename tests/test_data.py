@@ -278,7 +278,7 @@ def test_published_schemas(name, ending, tmp_path, monkeypatch, capfd):
     capfd.readouterr()
     monkeypatch.setattr("socket.socket", None)  # whoever opens a connection fails
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    loaded = load(f"{name}={path}", characters(TEMPLATE), prompt_column="prompt", answer_column="answer")
+    loaded = load(f"{name}={path}", characters(TEMPLATE))
     assert [(row["prompt"], row["answer"]) for row in loaded] == expected
     assert [row["id"] for row in loaded] == list(range(1, len(expected) + 1))
     said, bars = capfd.readouterr()

@@ -52,7 +52,7 @@ def test_run_main_prints_one_line_and_exits_with_2(capsys):
     assert capsys.readouterr() == ("", "error: --out x: no such folder\n")
 
 
-@pytest.mark.parametrize("error", [ValueError("a bug"), KeyError("k"), RuntimeError("r"), KeyboardInterrupt(), SystemExit(1)])
+@pytest.mark.parametrize("error", [ValueError("a bug"), KeyError("k"), RuntimeError("r"), SystemExit(1)])
 def test_run_main_lets_everything_else_through(error, capsys):
     def main():
         raise error
@@ -60,6 +60,16 @@ def test_run_main_lets_everything_else_through(error, capsys):
     with pytest.raises(type(error)) as caught:
         run_main(main)
     assert caught.value is error and capsys.readouterr().err == ""
+
+
+def test_interrupt_is_one_line(capsys):
+    def main():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stop:
+        run_main(main)
+    line = capsys.readouterr().err
+    assert stop.value.code == 130 and line.count("\n") == 1 and "--resume" in line
 
 
 def test_run_main_returns_after_success():

@@ -329,7 +329,7 @@ def test_command_line(home, tmp_path, monkeypatch, capsys):
     before = (tmp_path / "b/generations.jsonl").read_bytes()
     call(monkeypatch, *flags, "--out", tmp_path / "b", "--seed", 1)
     assert (tmp_path / "b/generations.jsonl").read_bytes() != before
-    assert (tmp_path / "b/generations.jsonl.bak").read_bytes() == before
+    assert (tmp_path / "b/generations.jsonl.bak1").read_bytes() == before
 
 
 def test_data_flags_reach_the_loader(home, tmp_path, monkeypatch):

@@ -598,6 +598,13 @@ BAD_FLAGS = [
     (["--max-prompt-tokens", "3"], "longer than 3 tokens (--max-prompt-tokens", "the shortest has 8"),
     (["--max-tokens", "250"], "longer than 6 tokens", "context less --max-tokens"),  # 256 positions, prompts of 8
     (["--resume"], "--resume", "no complete checkpoint"),
+    (["--correction", "none", "--tis-cap", "3"], "--tis-cap has no effect", "--correction none"),
+    (["--correction", "icepop", "--tis-level", "sequence"], "--tis-level has no effect", "--correction icepop"),
+    (["--mis-low", "0.9"], "--mis-low has no effect", "--correction tis"),
+    (["--precision", "bf16", "--pow2-scales"], "--pow2-scales has no effect", "--precision bf16"),
+    (["--model", "tests/a-typo"], "--model tests/a-typo", "no such folder"),
+    (["--data", "tests/a-typo"], "tests/a-typo", "no such file"),
+    (["--engine", "hf", "--rollout-kernels", "native"], "--rollout-kernels native", "--engine vllm"),
 ]
 
 
@@ -723,7 +730,7 @@ def test_disk_full_leaves_the_checkpoint_before(home, tmp_path, monkeypatch, cap
 def test_gate(home, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     line = fails(monkeypatch, capsys, argv(home, out, "--gate", 1e-9))
-    assert "step-0 gate" in line and "--gate" in line
+    assert "gate: mean" in line and "--gate" in line
     assert not (out / "checkpoints").exists()
     run(home, out, "--gate", 0, "--steps", 1)  # what was left is no run: the same folder can be used again
     assert "report only" in capsys.readouterr().out
