@@ -188,6 +188,9 @@ class VLLMEngine:
         write_json(os.path.join(self.folder.name, "config.json"), hf_config)
         tokenizer.save_pretrained(self.folder.name)
         gpu = device.type == "cuda"
+        gpu_only = {"enable_sleep_mode": True, "gpu_memory_utilization": memory_fraction}
+        # A prompt prefilled in pieces makes vLLM rewind the request's generator, which a CPU generator cannot do: no pieces
+        cpu_only = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(self.context, 2048)}
         set_num_threads = torch.set_num_threads
         with rng_untouched():
             self.llm = LLM(
@@ -196,7 +199,7 @@ class VLLMEngine:
                 logprobs_mode="processed_logprobs", enable_prefix_caching=True, enforce_eager=not gpu,
                 disable_log_stats=True, seed=0,
                 tensor_parallel_size=tensor_parallel,
-                **({"enable_sleep_mode": True, "gpu_memory_utilization": memory_fraction} if gpu else {}),
+                **(gpu_only if gpu else cpu_only),
             )  # fmt: skip
         torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it for the whole process
         self.packed = self.llm.apply_model(packed_modules)[0]

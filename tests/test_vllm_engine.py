@@ -140,6 +140,12 @@ def test_prompts_that_do_not_fit_are_refused(pair):
         engine.generate([[3] * 250], 1, 1.0, 10)
 
 
+def test_more_prompt_tokens_than_fit_into_one_batch(pair):
+    """Prompts prefilled in pieces rewind a seeded request's generator, which a CPU generator refuses."""
+    completions = pair[3].generate([[3 + i % 10] * 200 for i in range(60)], 1, 1.0, 2, seed=1)
+    assert len(completions) == 60 and all(1 <= len(c.token_ids) <= 2 for c in completions)
+
+
 def test_native_kernels_are_refused_on_a_cpu():
     model, tokenizer = make("fp8-row")
     with pytest.raises(UserError, match="--rollout-kernels native"):
