@@ -457,8 +457,8 @@ def test_no_prompts_give_no_completions():
 
 
 def test_unknown_engines_and_recipes_are_refused():
-    with pytest.raises(UserError, match="vllm"):
-        make_engine("vllm", make_model(), TOKENIZER, "fp32")
+    with pytest.raises(UserError, match="is not one of hf, vllm"):
+        make_engine("sglang", make_model(), TOKENIZER, "fp32")
     with pytest.raises(UserError, match="fp9"):
         make_engine("hf", make_model(), TOKENIZER, "fp9")
 

@@ -146,6 +146,18 @@ def test_more_prompt_tokens_than_fit_into_one_batch(pair):
     assert len(completions) == 60 and all(1 <= len(c.token_ids) <= 2 for c in completions)
 
 
+def test_log_prob_is_found_by_the_sampled_id_and_a_missing_one_is_nan():
+    from types import SimpleNamespace as Fake
+
+    from vllm_engine import VLLMEngine
+
+    logprobs = [{11: Fake(logprob=-0.1), 42: Fake(logprob=-3.0)}, {7: Fake(logprob=-0.5)}]  # the likeliest is not the sampled
+    out = Fake(token_ids=[42, 9], logprobs=logprobs, finish_reason="length")
+    completion = VLLMEngine.completion(None, out)
+    assert completion.logps[0] == -3.0 and completion.logps[1] != completion.logps[1]  # NaN: counted in is/missing
+    assert completion.finish_reason == "length"
+
+
 def test_native_kernels_are_refused_on_a_cpu():
     model, tokenizer = make("fp8-row")
     with pytest.raises(UserError, match="--rollout-kernels native"):
