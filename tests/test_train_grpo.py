@@ -811,3 +811,26 @@ def test_help_lists_the_core_flags(capsys):
 def test_evaluation_needs_data():
     assert train_grpo.parse_flags(["--eval-every", "5"]).eval_every == 0
     assert train_grpo.parse_flags(["--eval-every", "5", "--eval-data", "arith:test"]).eval_every == 5
+
+
+def test_training_uses_the_engines_ids_where_the_text_has_other_tokens(home):
+    """Decoding and encoding again could turn [a, b] into [ab]; the learner is scored on exactly what was sampled."""
+    args, model, _ = parts(home, "--precision", "fp32", "--updates-per-step", 1)
+    sampled = [15, 15, 4, 1]  # any ids: two special answer marks in a row, which no text would be encoded to
+    sample = samples_of([4])[0] | {"completion": Completion(sampled, [-1.0] * 4, "stop"), "text": "something else"}
+    micro = train_grpo.split([sample, sample], args, 0)[0][0]
+    prompt = sample["row"]["prompt_ids"]
+    assert micro.batch.input_ids[0].tolist() == prompt + sampled
+    assert micro.batch.targets[0].tolist() == sampled and micro.batch.mask[0].tolist() == [True] * 4
+
+
+def test_model_without_an_eos_is_one_line(home, tmp_path, monkeypatch, capsys):
+    folder = copy_model(home, tmp_path / "model", eos_token_id=None)
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        generation.write_text(json.dumps({"_from_model_config": False}))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["eos_token"] = None
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    line = fails(monkeypatch, capsys, argv(home, tmp_path / "out", "--model", folder))
+    assert "EOS" in line and not (tmp_path / "out").exists()
