@@ -45,7 +45,7 @@ from logprob import check_head, collate, micro_batches, token_logps
 from rollout import make_engine, row_seed
 from runlog import RunLog, read_csv, write_json
 
-GATES = {"fp32": 1e-3, "bf16": 0.05}  # step-0 bound on mean |old_logp - mu_logp|; recipes not named: 0.2
+GATES = {"fp32": 1e-3, "bf16": 0.05}  # bound on a first step's mean |old_logp - mu_logp|; recipes not named: 0.2
 
 
 def open_run_folder(args):
