@@ -5,7 +5,8 @@
                                 (compute capability 8.9 or newer, torch 2.11 or newer); needs torch, for the demo also what
                                 train_grpo.py imports, never vLLM or a network. On a CPU the same through `emulate`.
     python bench.py rollout     the transformers engine in several precisions and `model.generate(output_logits=True)` with its
-                                log-softmax, on the same prompts; medians and ratios, warm-up excluded
+                                log-softmax, on the same prompts; medians and ratios, warm-up excluded. --vllm: vLLM too, each
+                                round beginning with a weight sync, whose time is printed
 
 Exit code 1 if a check fails.
 """
@@ -162,7 +163,7 @@ def bench_rollout(args):
     from rollout import make_engine
 
     path = tiny.prepare() if args.model == "tiny" else args.model
-    runs = {}
+    runs, before, syncs = {}, {}, {}  # name -> tokens sampled by one call; what comes before it; seconds of that
     for recipe in args.precisions:
         model, tokenizer, _ = precision.load_model(path, recipe, args.device)
         prompts = [row["prompt_ids"] for row in data.load("arith:train", tokenizer)[: args.sequences]]
@@ -175,20 +176,31 @@ def bench_rollout(args):
         def baseline(model=model, tokenizer=tokenizer, prompts=prompts, eos=engine.eos):
             return generate_baseline(model, tokenizer, prompts, args.max_tokens, eos)
 
-        runs[f"engine {recipe}"], runs[f"generate {recipe}"] = sample, baseline
+        runs[f"generate {recipe}"], runs[f"engine {recipe}"] = baseline, sample
+        if args.vllm:
+            vllm = make_engine("vllm", model, tokenizer, recipe, max_rows=args.sequences)
+            runs[f"vllm {recipe}"] = lambda vllm=vllm, prompts=prompts, sample=sample: sample(vllm, prompts)
+            before[f"vllm {recipe}"] = lambda vllm=vllm, model=model: vllm.sync(model.named_parameters(), check=False)
     times = {name: [] for name in runs}
     for k in range(args.repeats + 1):  # the first round is warm-up; rounds interleave, so that a slow minute hits all alike
         for name, run in runs.items():
+            if name in before:
+                syncs.setdefault(name, []).append(timed(before[name], args.device)[0])
             seconds, tokens = timed(run, args.device)
             if k:
                 times[name].append(tokens / seconds)
     where = f"{args.device}, {torch.get_num_threads()} threads"
     print(f"{path}, {args.sequences} sequences, up to {args.max_tokens} tokens, {where}")
-    first = statistics.median(times[f"engine {args.precisions[0]}"])
+    yardstick = next(iter(times))
+    first = statistics.median(times[yardstick])
     for name, speeds in times.items():
         middle = statistics.median(speeds)
         spread = f"{min(speeds):.0f} to {max(speeds):.0f}, {len(speeds)} runs"
-        print(f"{name:22} {middle:8.0f} tok/s ({spread})   {middle / first:5.2f} of engine {args.precisions[0]}")
+        print(f"{name:22} {middle:8.0f} tok/s ({spread})   {middle / first:5.2f} of {yardstick}")
+        if name in syncs:
+            sync, sampling = statistics.median(syncs[name][1:]), args.sequences * args.max_tokens / middle
+            share = f"{sync / (sync + sampling):.1%} of sync and sampling {args.sequences} x {args.max_tokens} tokens"
+            print(f"{name:22} {1000 * sync:8.0f} ms a weight sync, {share}")
 
 
 def main():
@@ -198,7 +210,8 @@ def main():
     parser.add_argument("--demo-steps", type=number(int, 0), default=10, help="gpu: steps of the demo at the end; 0 = none")
     parser.add_argument("--out", default="out/bench", help="gpu: run folder of the demo steps")
     parser.add_argument("--model", default="tiny", help="rollout: folder, or `tiny`")
-    parser.add_argument("--precisions", nargs="+", default=["bf16", "fp8-row"], help="rollout: recipes; first: yardstick")
+    parser.add_argument("--precisions", nargs="+", default=["bf16", "fp8-row"], help="rollout: recipes; generate: yardstick")
+    parser.add_argument("--vllm", action="store_true", help="rollout: vLLM with the learner's quantiser as well")
     parser.add_argument("--sequences", type=number(int, 1), default=64, help="rollout")
     parser.add_argument("--max-tokens", type=number(int, 1), default=64, help="rollout")
     parser.add_argument("--repeats", type=number(int, 1), default=5, help="rollout")

@@ -58,10 +58,13 @@ Departures
 
 import torch
 
+from calibrated import CalibratedClipping  # noqa: F401
+
 MAX_LOG = 20.0  # exp(20) = 5e8: large, finite
 AGGS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 # the count a metric is weighted by in a merge, by the start of its name; any other: n/tok
-COUNTS = {"clip/pos": "n/pos", "clip/neg": "n/neg", "is/": "n/is", "mismatch/": "n/mu", "frac_groups": "n/groups"}
+COUNTS = {"clip/pos": "n/pos", "clip/neg": "n/neg", "is/": "n/is", "acrl/": "n/is", "mismatch/": "n/mu",
+          "frac_groups": "n/groups"}
 
 
 def group_advantages(rewards, group_size, scale="std"):
@@ -111,11 +114,6 @@ def policy_loss(new_logp, old_logp, adv, mask, low=0.8, high=1.24, dual_clip=Non
     _check(mask, low, high, new_logp=new_logp, old_logp=old_logp)
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip bounds the ratio and must be above 1, got {dual_clip}")
-    if agg not in AGGS:
-        raise ValueError(f"agg is one of {', '.join(AGGS)}, got {agg!r}")
-    if norm_length is not None and (agg != AGGS[2] or denom is not None or not norm_length > 0):
-        raise ValueError(f"norm_length is the positive L in the default denom of {AGGS[2]}, and has no use elsewhere; "
-                         f"got norm_length={norm_length}, agg={agg!r}, denom={denom}")
 
     adv = _per_token(adv, mask, "adv")  # (B, T), 0 where masked
     d = torch.where(mask, _up(new_logp) - _up(old_logp.detach()), 0).clamp(-MAX_LOG, MAX_LOG)
@@ -126,19 +124,7 @@ def policy_loss(new_logp, old_logp, adv, mask, low=0.8, high=1.24, dual_clip=Non
         over = (adv < 0) & (r >= dual_clip)
         objective, clipped = torch.where(over, dual_clip * adv, objective), clipped | over
     loss = -objective if weight is None else -objective * _per_token(weight, mask, "weight")
-
-    lengths = mask.sum(1)  # (B,)
-    sequences = (lengths > 0).sum()
-    own = {AGGS[0]: lengths.sum(), AGGS[1]: sequences, AGGS[2]: sequences * (norm_length or mask.shape[1])}[agg]
-    if denom is None:
-        denom = own.clamp(min=1)
-    elif not denom > 0:
-        if denom != 0 or mask.any():
-            raise ValueError(f"denom is {denom} with {int(lengths.sum())} tokens here: pass the mini-batch's count")
-        denom = 1
-    if agg == "seq-mean-token-mean":
-        loss = loss / lengths.clamp(min=1)[:, None]
-    return loss.sum() / denom, _clip_metrics(d.detach(), adv, mask, clipped, low, high)
+    return _aggregate(loss, mask, agg, denom, norm_length), _clip_metrics(d.detach(), adv, mask, clipped, low, high)
 
 
 @torch.no_grad()
@@ -265,6 +251,27 @@ def _log_w(old_logp, mu_logp, mask):
 
 def _weight(log_w):
     return log_w.clamp(-MAX_LOG, MAX_LOG).exp()
+
+
+def _aggregate(loss, mask, agg, denom, norm_length):
+    """Token losses (B, T), 0 where masked -> their aggregate, 0-dim: the table of the module docstring."""
+    if agg not in AGGS:
+        raise ValueError(f"agg is one of {', '.join(AGGS)}, got {agg!r}")
+    if norm_length is not None and (agg != AGGS[2] or denom is not None or not norm_length > 0):
+        raise ValueError(f"norm_length is the positive L in the default denom of {AGGS[2]}, and has no use elsewhere; "
+                         f"got norm_length={norm_length}, agg={agg!r}, denom={denom}")
+    lengths = mask.sum(1)  # (B,)
+    sequences = (lengths > 0).sum()
+    own = {AGGS[0]: lengths.sum(), AGGS[1]: sequences, AGGS[2]: sequences * (norm_length or mask.shape[1])}[agg]
+    if denom is None:
+        denom = own.clamp(min=1)
+    elif not denom > 0:
+        if denom != 0 or mask.any():
+            raise ValueError(f"denom is {denom} with {int(lengths.sum())} tokens here: pass the mini-batch's count")
+        denom = 1
+    if agg == "seq-mean-token-mean":
+        loss = loss / lengths.clamp(min=1)[:, None]
+    return loss.sum() / denom
 
 
 def _clip_metrics(d, adv, mask, clipped, low, high):

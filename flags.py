@@ -17,7 +17,7 @@ PRESETS = {
         updates_per_step=4, max_tokens=40, lr=5e-5, precision="fp8-row", eval_every=20, save_every=20,
     ),
 }  # fmt: skip
-CORRECTIONS = ("none", "tis", "icepop", "mis")
+CORRECTIONS = ("none", "tis", "icepop", "mis", "acrl")
 
 
 def add_method_flags(parser):
@@ -28,10 +28,16 @@ def add_method_flags(parser):
     g.add_argument("--fp8-backend", choices=["emulate", "scaled_mm"], help="default: scaled_mm on a GPU, emulate on a CPU")
     g.add_argument("--fp8-grads", choices=list(precision.GRAD_DTYPES), default="e4m3", help="format of gradients")
     g.add_argument("--pow2-scales", action="store_true", help="round FP8 scales up to powers of two")
+    g.add_argument("--activations", choices=["bf16", "fp32"], default="bf16",
+                   help="all but the linear layers' operands, both sides; fp32 all but closes the sampler-learner gap")
     g.add_argument("--keep-bf16", default="", help="decoder layers left in BF16 by position, e.g. first:1,last:1")
     g = parser.add_argument_group("method")
-    g.add_argument("--clip-low", type=number(float, 0), default=0.8, help="lower bound of the ratio")
-    g.add_argument("--clip-high", type=number(float, 0), default=1.24, help="upper bound of the ratio")
+    g.add_argument("--objective", choices=["token", "cispo"], default="token", help="cispo: the clipped ratio is a weight")
+    g.add_argument("--clip", choices=["vanilla", "calibrated", "bapo"], default="vanilla",
+                   help="fixed bounds; bounds calibrated on BF16 shadow passes; bounds searched per mini-batch")
+    g.add_argument("--clip-low", type=number(float, 0), default=0.8, help="lower bound of the ratio; calibrated: BF16's")
+    g.add_argument("--clip-high", type=number(float, 0), default=1.24, help="upper bound of the ratio; calibrated: BF16's")
+    g.add_argument("--bapo-target", type=number(float, above=0), default=0.4, help="rho0, the positive tokens' part")
     g.add_argument("--dual-clip", type=number(float, 0), default=0.0, help="bound on r where A < 0, e.g. 3; 0 = off")
     g.add_argument("--correction", choices=CORRECTIONS, default="tis", help="sampler against learner")
     g.add_argument("--tis-cap", type=number(float, above=0), default=2.0)
@@ -40,8 +46,31 @@ def add_method_flags(parser):
     g.add_argument("--icepop-high", type=number(float, above=1), default=5.0)
     g.add_argument("--mis-low", type=number(float, 0, 1), default=0.999, help="band of the geometric mean of w per answer")
     g.add_argument("--mis-high", type=number(float, above=1), default=1.001)
+    g.add_argument("--acrl-gamma", type=number(float, above=0), default=0.65, help="gain of the controller")
+    g.add_argument("--acrl-baseline", type=number(int, 1), default=8, help="steps whose mean gap is the set point")
+    g.add_argument("--acrl-distance", choices=["prob", "logp"], default="prob")
     g.add_argument("--loss-agg", choices=clipping.AGGS, default="token-mean")
     g.add_argument("--adv-scale", choices=["std", "none"], default="std", help="none: not divided by the std (Dr.GRPO)")
+
+
+def add_calibration_flags(parser):
+    """Calibrated Clipping: the paper's choice is the default, the rest are ablations (calibrated.py)."""
+    g = parser.add_argument_group("calibrated clipping")
+    g.add_argument("--calib-interval", type=number(int, 1), default=20, help="steps between calibrations; the first is step 1")
+    g.add_argument("--calib-init", type=number(float, 0), nargs=2, default=[0.6, 1.8], metavar=("LOW", "HIGH"))
+    g.add_argument("--calib-delta", type=number(float, 0), nargs=2, default=[0.05, 0.1], metavar=("LOW", "HIGH"),
+                   help="most that a bound moves at a calibration")
+    g.add_argument("--calib-range-low", type=number(float, 0, 1), nargs=2, default=[0.5, 0.9], metavar=("FROM", "TO"))
+    g.add_argument("--calib-range-high", type=number(float, 1), nargs=2, default=[1.2, 2.0], metavar=("FROM", "TO"))
+    g.add_argument("--calib-stages", choices=["both", "lower", "upper"], default="both")
+    g.add_argument("--calib-lower", choices=["grid", "quantile"], default="grid")
+    g.add_argument("--calib-upper", choices=["rho", "tail", "inverse", "proportion"], default="rho")
+    g.add_argument("--calib-pool", type=number(int, 1), default=1, help="calibrations whose statistics are solved together")
+    g.add_argument("--calib-share", type=number(float, above=0, high=1), default=1.0, help="share of answers in shadow passes")
+    g.add_argument("--calib-freeze-after", type=number(int, 0), default=0, help="calibrations; 0 = never")
+    g.add_argument("--calib-no-pi-samp", action="store_true", help="rho without the sampler's probability")
+    g.add_argument("--calib-reference", choices=["bf16", "fp32"], default="bf16", help="precision of the shadow passes")
+    g.add_argument("--shadow-every", type=number(int, 0), default=0, help="other clips: steps between measuring passes")
 
 
 def make_parser(description):
@@ -71,6 +100,8 @@ def make_parser(description):
     g.add_argument("--eval-n", type=number(int, 1), default=4, help="answers per held-out problem")
     g.add_argument("--log-samples", type=number(int, 0), default=16, help="answers a step in samples.jsonl")
     g.add_argument("--tensorboard", action="store_true")
+    g.add_argument("--save-rollouts", action="store_true", help="keep every step's answers in --out/rollouts")
+    g.add_argument("--load-rollouts", default="", metavar="DIR", help="train on recorded answers instead of sampling")
     g = parser.add_argument_group("batch")
     g.add_argument("--steps", type=number(int, 1), default=500, help="total, also with --resume")
     g.add_argument("--prompts-per-step", type=number(int, 1), default=32)
@@ -79,8 +110,14 @@ def make_parser(description):
     g.add_argument("--micro-tokens", type=number(int, 1), default=16384, help="padded tokens per forward and backward")
     g = parser.add_argument_group("sampling")
     g.add_argument("--engine", choices=["hf", "vllm"], default="hf", help="transformers, or real vLLM (CPU too)")
-    g.add_argument("--rollout-kernels", choices=["aligned", "native"], default="aligned",
-                   help="vllm: the learner's own quantiser, or vLLM's FP8 kernels (GPU)")
+    g.add_argument("--rollout-kernels", choices=["aligned", "native", "exact"], default="aligned",
+                   help="vllm: the learner's own quantiser, or vLLM's FP8 kernels (GPU); hf: exact = bit-equal (exact.py)")
+    g.add_argument("--vllm-memory", type=number(float, above=0, high=1), default=0.4, help="share of the GPU's memory for vLLM")
+    g.add_argument("--vllm-sleep", type=number(int, 0, 2), default=2,
+                   help="vLLM on a GPU while the learner trains: 2 drops its weights, 1 parks them in CPU memory, 0 stays")
+    g.add_argument("--vllm-tp", type=number(int, 1), default=1, help="GPUs, one process each, that share one vLLM engine")
+    g.add_argument("--sync-check-every", type=number(int, 0), default=10,
+                   help="steps between comparisons of the engine's weights with the learner's; also at start; 0 = only then")
     g.add_argument("--max-tokens", type=number(int, 1), default=128, help="tokens per answer")
     g.add_argument("--temperature", type=number(float, 0), default=1.0)
     g.add_argument("--rollout-rows", type=number(int, 1), default=256, help="sequences decoded at once")
@@ -91,6 +128,7 @@ def make_parser(description):
     g.add_argument("--weight-decay", type=number(float, 0), default=0.01)
     g.add_argument("--grad-clip", type=number(float, above=0), default=1.0, help="bound on the gradient's global norm")
     add_method_flags(parser)
+    add_calibration_flags(parser)
     return parser
 
 
@@ -100,11 +138,57 @@ def check_without_effect(args, parser):
     idle = {"tis_cap": args.correction == "tis", "tis_level": args.correction == "tis"}
     idle |= {f"{name}_{end}": args.correction == name for name in ("icepop", "mis") for end in ("low", "high")}
     idle |= dict.fromkeys(("fp8_backend", "fp8_grads", "pow2_scales", "keep_bf16"), fp8)
+    idle |= dict.fromkeys(("vllm_memory", "vllm_sleep", "vllm_tp"), args.engine == "vllm")
+    idle |= dict.fromkeys(("acrl_gamma", "acrl_baseline", "acrl_distance"), args.correction == "acrl")
+    calibrated, shadow = args.clip == "calibrated", args.clip == "calibrated" or args.shadow_every > 0
+    idle |= {name: calibrated for name in vars(args) if name.startswith("calib_")}
+    idle |= {"calib_share": shadow, "calib_reference": shadow}
+    idle |= {"bapo_target": args.clip == "bapo", "shadow_every": not calibrated}
     for name, used in idle.items():
         if not used and getattr(args, name) != parser.get_default(name):
             of_fp8 = name.startswith(("fp8", "pow2", "keep"))
             other = f"--precision {args.precision}" if of_fp8 else f"--correction {args.correction}"
+            other = f"--engine {args.engine}" if name.startswith("vllm") else other
+            other = f"--clip {args.clip}" if name.startswith(("calib", "bapo", "shadow")) else other
             raise UserError(f"--{name.replace('_', '-')} has no effect with {other}; leave one of the two out")
+
+
+def check_exact(args):
+    """--rollout-kernels exact: one transformers module on both sides, FP8 codes multiplied in FP64."""
+    if args.engine != "hf":
+        raise UserError(f"--rollout-kernels exact is the transformers engine's, not --engine {args.engine}'s; use --engine hf")
+    if args.rollout_precision != args.precision:
+        recipes = f"--rollout-precision {args.rollout_precision} differs from --precision {args.precision}"
+        raise UserError(f"--rollout-kernels exact makes two equal sides bit-equal, but {recipes}; leave one of them out")
+    if args.precision == "fp8-tensor":
+        raise UserError("--rollout-kernels exact and --precision fp8-tensor: its scale is the whole batch's, so that a row "
+                        "depends on its neighbours; use fp8-row or fp8-block")
+    if args.fp8_backend == "scaled_mm":
+        raise UserError("--rollout-kernels exact multiplies codes in FP64, which --fp8-backend scaled_mm cannot; leave one out")
+    if precision.RECIPES[args.precision]["granularity"]:
+        args.fp8_backend = "emulate"
+
+
+def check_method(args):
+    """Pairs of --objective, --clip, --dual-clip and the rest that cannot go together."""
+    if args.objective == "cispo" and args.clip != "vanilla":
+        raise UserError(f"--objective cispo clips the ratio itself, --clip {args.clip} the update; leave one of the two out")
+    if args.objective == "cispo" and args.dual_clip:
+        raise UserError(f"--objective cispo has no clipped update for --dual-clip {args.dual_clip}; leave one of the two out")
+    if args.clip == "calibrated" and args.updates_per_step == 1:
+        raise UserError("--clip calibrated with --updates-per-step 1: the ratio is 1 and there is nothing to align; use 4")
+    if args.load_rollouts and args.engine == "vllm":
+        raise UserError("--engine vllm samples, --load-rollouts does not; leave one of the two out")
+    if args.load_rollouts and args.save_rollouts:
+        raise UserError("--save-rollouts would copy what --load-rollouts reads; leave one of the two out")
+
+
+def check_activations(args):
+    """--activations fp32: what it cannot go with."""
+    if "fp32" in (args.precision, args.rollout_precision):
+        raise UserError("--activations fp32 has no effect with --precision fp32; leave one of the two out")
+    if args.rollout_kernels == "native":
+        raise UserError("--activations fp32 and --rollout-kernels native: vLLM's FP8 kernels write BF16; use aligned")
 
 
 def parse_flags(argv=None, doc=__doc__):
@@ -131,6 +215,11 @@ def parse_flags(argv=None, doc=__doc__):
     if args.rollout_kernels == "native" and args.engine != "vllm":
         raise UserError("--rollout-kernels native is vLLM's; it needs --engine vllm")
     check_without_effect(args, parser)
+    if args.rollout_kernels == "exact":
+        check_exact(args)
+    if args.activations == "fp32":
+        check_activations(args)
+    check_method(args)
     if args.temperature == 0:
         raise UserError("--temperature 0 samples a group of equal answers, which teaches nothing; use 1.0")
     if not args.clip_low < 1 < args.clip_high:

@@ -107,9 +107,9 @@ def expand_scale(scale, shape, block=None):
     return scale
 
 
-def scale_and_clamp(x, granularity, dim, dtype, block, power_of_two):
-    """(x / scale clamped to the format's range, FP32; scale as in `compute_scale`)."""
-    scale = compute_scale(x, granularity, dim, dtype, block, power_of_two)
+def scale_and_clamp(x, granularity, dim, dtype, block, power_of_two, scale=None):
+    """(x / scale clamped to the format's range, FP32; scale: the given one, or that of `compute_scale`)."""
+    scale = compute_scale(x, granularity, dim, dtype, block, power_of_two) if scale is None else scale
     limit = torch.finfo(dtype).max
     sizes = block_size(x, dim, block) if granularity == "block" else None
     return torch.div(x, expand_scale(scale, x.shape, sizes)).float().clamp_(-limit, limit), scale
@@ -165,9 +165,9 @@ class Operand(NamedTuple):
         return Operand(codes.contiguous() if codes.element_size() == 1 else codes, self.scale.t())
 
 
-def make_operand(x, granularity, dtype, backend, block=(1, BLOCK), power_of_two=False, products=torch.bfloat16):
-    """Quantise the matrix x (rows, contraction) along its last dimension for `gemm`."""
-    scaled, scale = scale_and_clamp(x, granularity, -1, dtype, block, power_of_two)
+def make_operand(x, granularity, dtype, backend, block=(1, BLOCK), power_of_two=False, products=torch.bfloat16, scale=None):
+    """Quantise the matrix x (rows, contraction) along its last dimension for `gemm`; scale: one taken over more than x."""
+    scaled, scale = scale_and_clamp(x, granularity, -1, dtype, block, power_of_two, scale)
     codes = scaled.to(dtype).contiguous() if backend == "scaled_mm" else round_to_grid(scaled, dtype).to(products)
     return Operand(codes, scale)
 

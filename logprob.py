@@ -81,10 +81,15 @@ def token_logps(model, batch, temperature=1.0):
     return zeros.masked_scatter(batch.mask, torch.cat(logps)), zeros.masked_scatter(batch.mask, torch.cat(entropies))
 
 
+def log_softmax(logits, temperature, head):
+    """FP32 log-probs, the learner's and the transformers engine's; summed in FP64 and rounded once if exact.py has the head."""
+    wide = torch.float64 if getattr(head, "exact", False) else None
+    return torch.log_softmax(logits.float() / temperature, dim=-1, dtype=wide).float()
+
+
 def chunk_logps(head, h, y, temperature):
     """(n,) log-probs of y and (n,) entropies for hidden states h (n, H)."""
-    logits = head(h).float() / temperature
-    logp = torch.log_softmax(logits, dim=-1)
+    logp = log_softmax(head(h), temperature, head)
     chosen = logp.gather(-1, y[:, None]).squeeze(-1)  # first: a recomputation in backward stops here
     with torch.no_grad():
         entropy = torch.special.entr(logp.exp()).sum(-1)  # 0 log 0 = 0, NaN stays

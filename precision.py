@@ -7,7 +7,8 @@
     fp8-row      FP8, per token and per channel         BF16
     fp8-block    FP8, 1x128 and 128x128 blocks          BF16
 
-Everything else: embeddings, lm_head, norms, attention, router, biases; log-softmax is always FP32 (logprob.py).
+Everything else: embeddings, lm_head, norms, attention, router, biases; log-softmax is always FP32 (logprob.py). `--activations
+fp32` computes it in FP32, on weights rounded to BF16 all the same: sampler and learner then agree far better (align.py).
 
 Master weights. Training keeps FP32 masters (`Masters`), rounds them to BF16 once per optimiser step, and that BF16 tensor is
 what the learner's forward uses, what FP8Linear quantises and what the sampler is given. A weight of 0.02 does not move by 1e-6
@@ -183,15 +184,21 @@ def weights_changed(module):
 
 
 @contextmanager
-def high_precision(module):
+def high_precision(module, dtype=None):
     """Run the same module, with the same weights, without quantisation; nests, and restores on exceptions. A backward with
-    activation checkpointing runs the forward again: keep it inside as well."""
+    activation checkpointing runs the forward again: keep it inside as well. dtype: of weights (their values stay) and
+    activations meanwhile, by default what they are; another takes a copy of the weights."""
     before = [(layer, layer.quantized) for layer in converted_layers(module)]
+    held = [(p, p.data) for p in module.parameters() if dtype is not None and p.dtype != dtype]
     for layer, _ in before:
         layer.quantized = False
     try:
+        for p, data in held:
+            p.data = data.to(dtype)
         yield module
     finally:
+        for p, data in held:
+            p.data = data
         for layer, quantized in before:
             layer.quantized = quantized
 
@@ -204,17 +211,20 @@ class Masters:
         optimizer = torch.optim.AdamW(masters.parameters())
         loss.backward()  (any number of times; each call's BF16 gradients are added to the FP32 ones at once)
         optimizer.step(); masters.publish(); masters.zero_grad()
+
+    dtype: what the weights are rounded to; held_in: what the model's parameters are kept in, by default the same. held_in FP32
+    keeps BF16 values in FP32 parameters, so that activations are FP32 (--activations fp32).
     """
 
-    def __init__(self, model, dtype=None):
-        self.model, self.hooks = model, []
+    def __init__(self, model, dtype=None, held_in=None):
+        self.model, self.hooks, self.dtype = model, [], dtype
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}  # tied weights appear once
         self.weights = {}
         for name, p in self.params.items():
             published = dtype or p.dtype
             self.weights[name] = p if published == torch.float32 else nn.Parameter(p.detach().float().clone())
             if published != torch.float32:
-                p.data = p.data.to(published)
+                p.data = p.data.to(published).to(held_in or published)
                 hook = partial(accumulate_grad, self.weights[name])
                 self.hooks.append(p.register_post_accumulate_grad_hook(hook))
         weights_changed(model)
@@ -240,7 +250,7 @@ class Masters:
         """Round the masters into the model's parameters and drop the quantised copies."""
         for name, p in self.params.items():
             if self.weights[name] is not p:
-                p.copy_(self.weights[name])
+                p.copy_(self.weights[name].to(self.dtype or p.dtype))
         weights_changed(self.model)
 
     @torch.no_grad()

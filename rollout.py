@@ -28,8 +28,10 @@ import torch
 from tqdm import tqdm
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+import exact
 import precision
 from errors import UserError
+from logprob import log_softmax
 
 
 class Completion(NamedTuple):
@@ -44,11 +46,18 @@ def make_engine(kind, model, tokenizer, recipe, max_rows=256, kernels="aligned",
     """An engine that samples from `model` (a transformers module, converted or not) in precision `recipe`.
 
     kind       "hf": HFEngine below; "vllm": vllm_engine.VLLMEngine, to be filled by `sync` before the first generate
-    max_rows   sequences decoded at once; kernels: aligned | native, of the vLLM engine
-    convert_kwargs: precision.convert's, for a copy that has to be converted
+    max_rows   sequences decoded at once; kernels: aligned | native, of the vLLM engine; exact: exact.py's, of the hf engine,
+               applied to the module sampled from, the learner's own where both sides use one recipe
+    convert_kwargs: precision.convert's, for a copy that has to be converted; dtype: of what is not quantised, by default the
+               recipe's; the vLLM engine's own arguments
     """
+    if kernels == "exact" and kind != "hf":
+        raise UserError(f"--rollout-kernels exact is the transformers engine's, not --engine {kind}'s; it needs --engine hf")
     if kind == "hf":
-        return HFEngine(model, tokenizer, recipe, max_rows, **convert_kwargs)
+        engine = HFEngine(model, tokenizer, recipe, max_rows, **convert_kwargs)
+        if kernels == "exact":
+            exact.apply(engine.model)
+        return engine
     if kind == "vllm":
         from vllm_engine import VLLMEngine  # here: importing vLLM takes seconds
 
@@ -145,12 +154,12 @@ def select_rows(cache, rows):
 class HFEngine:
     """Batched sampling on a transformers module; see the module docstring."""
 
-    def __init__(self, model, tokenizer, recipe, max_rows=256, **convert_kwargs):
+    def __init__(self, model, tokenizer, recipe, max_rows=256, dtype=None, **convert_kwargs):
         self.model = model
         if getattr(model, "precision_recipe", None) != recipe:
             self.model = copy.deepcopy(model).requires_grad_(False)
             for p in self.model.parameters():  # parameters alone: RoPE's buffer stays FP32, as from_pretrained leaves it
-                p.data = p.data.to(precision.recipe_of(recipe)["dtype"])
+                p.data = p.data.to(dtype or precision.recipe_of(recipe)["dtype"])
             precision.convert(self.model, recipe, **convert_kwargs)
         self.max_rows = max_rows
         self.eos = eos_ids(model, tokenizer)
@@ -248,7 +257,7 @@ class HFEngine:
     def sample(self, logits, temperature, uniform, top_p=1.0):
         """Inverse-CDF sampling: (rows,) ids and their FP32 log-probs. The CDF is summed in FP64: at 150,000 ids FP32 would
         give the last ones a probability that is all rounding."""
-        logp = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+        logp = log_softmax(logits, temperature or 1.0, self.model.get_output_embeddings())
         if top_p < 1:
             logp = nucleus(logp[:, : self.vocab], top_p)
         if temperature == 0:
@@ -260,9 +269,9 @@ class HFEngine:
         return token, logp.gather(1, token[:, None]).squeeze(1)
 
     @torch.no_grad()
-    def sync(self, named_weights):
+    def sync(self, named_weights, check=True):
         """Take the learner's weights: pairs (name, tensor); quantised copies are dropped. Returns the fingerprint of what the
-        engine now holds; raises UserError if names and shapes are not exactly the engine's."""
+        engine now holds (None without check); raises UserError if names and shapes are not exactly the engine's."""
         own = dict(self.model.named_parameters())
         sent = dict(named_weights)
         if own.keys() != sent.keys():
@@ -276,7 +285,7 @@ class HFEngine:
             if own[name] is not w:  # the learner's own module needs no copy
                 own[name].copy_(w)
         precision.weights_changed(self.model)
-        return fingerprint(own.items())
+        return fingerprint(own.items()) if check else None
 
     def sleep(self):
         """Nothing to free: the weights are the learner's and the KV cache lives only inside `generate`."""

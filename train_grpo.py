@@ -23,7 +23,6 @@ in transformers), summary.json and curves.png. Same seed, same CPU and thread co
 """
 
 import json
-import math
 import os
 import resource
 import time
@@ -31,17 +30,21 @@ from types import SimpleNamespace
 
 import torch
 
+import acrl
 import checkpoint
 import clipping
 import data
+import exact
 import plot
 import precision
+import recorded
 import reward
 import tiny
 from errors import UserError, run_main
 from eval import evaluate
 from flags import parse_flags
-from logprob import check_head, collate, micro_batches, token_logps
+from learner import make_calibration, old_pass, shadow_due, split, update
+from logprob import check_head
 from rollout import make_engine, row_seed
 from runlog import RunLog, read_csv, write_json
 
@@ -68,21 +71,6 @@ def open_run_folder(args):
 # one step's parts
 
 
-class Micro:
-    """One micro-batch: the padded batch, and per response token what the loss needs (all (B, T), FP32)."""
-
-    def __init__(self, samples, pad_id, device):
-        completions = [s["completion"] for s in samples]
-        self.batch = collate([s["row"]["prompt_ids"] for s in samples], [c.token_ids for c in completions], pad_id, device)
-        T = self.batch.mask.shape[1]
-        mu = torch.tensor([c.logps + [0.0] * (T - len(c.logps)) for c in completions], dtype=torch.float32)
-        self.mu_logp = mu.to(device)
-        self.adv = torch.tensor([s["adv"] for s in samples], dtype=torch.float32, device=device)  # (B,)
-        usable = torch.tensor([not math.isnan(s["reward"]) for s in samples], device=device)
-        self.mask = self.batch.mask & usable[:, None]  # a sample without a reward trains nothing
-        self.old_logp = self.entropy = self.weight = None
-
-
 def sample_and_grade(engine, tokenizer, rows, function, args, step, sec):
     """One batch of samples: dicts with row, completion, text, reward, adv; groups are adjacent."""
     start = time.perf_counter()
@@ -99,83 +87,6 @@ def sample_and_grade(engine, tokenizer, rows, function, args, step, sec):
     sec["reward"] = time.perf_counter() - start
     fields = zip(rows, completions, texts, rewards, adv, strict=True)
     return [dict(zip(("row", "completion", "text", "reward", "adv"), f, strict=True)) for f in fields]
-
-
-def split(samples, args, pad_id):
-    """M mini-batches of equal size in sampling order (whole groups where G allows), each a list of micro-batches by length."""
-    size = len(samples) // args.updates_per_step
-    minis = []
-    for k in range(0, len(samples), size):
-        mini = samples[k : k + size]
-        lengths = [len(s["row"]["prompt_ids"]) + len(s["completion"].token_ids) for s in mini]
-        groups = micro_batches(lengths, args.micro_tokens)
-        minis.append([Micro([mini[i] for i in group], pad_id, args.device) for group in groups])
-    return minis
-
-
-@torch.no_grad()
-def old_pass(model, minis, args):
-    """old_logp and entropy at the step's starting weights, on exactly the micro-batches of the training forward (tensor scales
-    see the whole micro-batch), then the sampler correction. Returns the mismatch, correction and entropy metrics."""
-    micros = [m for mini in minis for m in mini]
-    parts = []
-    for m in micros:
-        m.old_logp, m.entropy = token_logps(model, m.batch, args.temperature)
-        if args.correction == "tis":
-            m.weight, metrics = clipping.tis_weight(m.old_logp, m.mu_logp, m.mask, args.tis_cap, args.tis_level)
-        elif args.correction == "icepop":
-            m.weight, metrics = clipping.icepop_weight(m.old_logp, m.mu_logp, m.mask, args.icepop_low, args.icepop_high)
-        elif args.correction == "mis":
-            m.kept, metrics = clipping.mis_mask(m.old_logp, m.mu_logp, m.mask, args.mis_low, args.mis_high)
-        else:
-            metrics = {}
-        parts.append(metrics)
-    old, mu, entropy = (torch.cat([getattr(m, name)[m.mask] for m in micros]) for name in ("old_logp", "mu_logp", "entropy"))
-    ones = torch.ones(1, len(old), dtype=torch.bool, device=old.device)
-    metrics = clipping.mismatch_metrics(old[None], mu[None], ones) | (clipping.merge_metrics(parts) if parts[0] else {})
-    metrics["entropy"] = entropy.mean() if len(entropy) else float("nan")
-    per_answer = torch.cat([((m.entropy * m.mask).sum(1) / m.mask.sum(1).clamp(min=1))[m.mask.any(1)] for m in micros])
-    edges = [0.0, 0.2, 0.5, 1.0, math.inf]  # the bins of arXiv:2609.22870: garbled answers live in the last
-    for low, high in zip(edges, edges[1:], strict=False):
-        share = ((per_answer >= low) & (per_answer < high)).float().mean()  # NaN if no answer counts
-        metrics[f"entropy_bins/{low:g}-{high:g}" if high < math.inf else f"entropy_bins/{low:g}+"] = share
-    if args.correction == "mis":
-        for m in micros:
-            m.mask = m.kept
-    return metrics
-
-
-def loss_denom(mini, args):
-    """What divides the summed loss of a mini-batch, so that its micro-batches' losses add up to the mini-batch's loss."""
-    if args.loss_agg == "token-mean":
-        return sum(int(m.mask.sum()) for m in mini)
-    sequences = sum(int(m.mask.any(1).sum()) for m in mini)
-    return sequences * (args.max_tokens if args.loss_agg == "seq-mean-token-sum-norm" else 1)
-
-
-def update(model, masters, optimizer, mini, args):
-    """One optimiser step on one mini-batch. A gradient that is not finite, or no token to train on, skips it; groups of equal
-    rewards do not: their gradient is 0, and AdamW's momentum moves on."""
-    denom = loss_denom(mini, args)
-    parts, loss_sum = [], 0.0
-    for m in mini if denom else []:
-        new_logp, _ = token_logps(model, m.batch, args.temperature)
-        bounds = (args.clip_low, args.clip_high, args.dual_clip or None)
-        loss, metrics = clipping.policy_loss(new_logp, m.old_logp, m.adv, m.mask, *bounds, m.weight, args.loss_agg, denom)
-        loss.backward()
-        loss_sum += loss.item()
-        parts.append(metrics)
-    if not denom:
-        return {"skipped": 1}
-    norm = torch.nn.utils.clip_grad_norm_(masters.parameters(), args.grad_clip).item()
-    finite = math.isfinite(norm) and math.isfinite(loss_sum)
-    if finite:
-        optimizer.step()
-        masters.publish()
-    masters.zero_grad()
-    if not finite:
-        return {"skipped": 1}
-    return clipping.merge_metrics(parts) | {"loss": loss_sum, "grad_norm": norm, "skipped": 0}
 
 
 def sample_record(sample):
@@ -195,15 +106,15 @@ def step_metrics(samples, updates, args, sec, lr, start):
         "len/mean": sum(lengths) / len(lengths), "len/max": max(lengths),
         "len/trunc_frac": sum(s["completion"].finish_reason == "length" for s in samples) / len(samples),
     }  # fmt: skip
-    metrics |= clipping.group_metrics(rewards, args.group_size)
+    metrics |= clipping.group_metrics(rewards, args.group_size) | {"clip/low": args.clip_low, "clip/high": args.clip_high}
     adv = torch.tensor([s["adv"] for s in samples]).view(-1, args.group_size)
     metrics["frac_groups_equal"] = (adv == 0).all(1).float().mean()  # equal rewards of any value: nothing to learn from
     done = [u for u in updates if not u["skipped"]]  # one bad mini-batch must not hide the good ones
     if done:
-        loop = ("loss", "grad_norm")
-        metrics |= clipping.merge_metrics([{k: v for k, v in u.items() if k not in (*loop, "skipped")} for u in done])
-        metrics |= {k: sum(u[k] for u in done) / len(done) for k in loop}
-    metrics |= {"skipped": sum(u["skipped"] for u in updates), "clip/low": args.clip_low, "clip/high": args.clip_high, "lr": lr}
+        means = [k for k in done[0] if k in ("loss", "grad_norm", "clip/low", "clip/high") or k.startswith("bapo/")]
+        metrics |= clipping.merge_metrics([{k: v for k, v in u.items() if k not in (*means, "skipped")} for u in done])
+        metrics |= {k: sum(u[k] for u in done) / len(done) for k in means}
+    metrics |= {"skipped": sum(u["skipped"] for u in updates), "lr": lr}
     metrics |= {f"sec/{k}": v for k, v in sec.items()}
     tokens = sum(lengths)
     metrics |= {"sec/step": time.perf_counter() - start, "tokens": tokens, "tok_per_s/rollout": tokens / sec["rollout"]}
@@ -220,6 +131,10 @@ def check_gate(args, metrics):
     bound = args.gate if args.gate is not None else max(GATES.get(name, 0.2) for name in names)
     if args.gate is None and len(set(names)) > 1:
         bound = 0.5  # two recipes: the difference is the subject, not an error
+    if args.gate is None and args.rollout_kernels == "exact":
+        bound = 1e-6 if "fp32" in (args.precision, args.activations) else 1e-9  # bit-equal but for a last bit of FP32
+    if args.gate is None and args.load_rollouts:
+        bound = 0  # the sampler was another run's
     gap, worst = float(metrics["mismatch/abs_dlogp_mean"]), float(metrics["mismatch/abs_dlogp_max"])
     verdict = "report only" if bound == 0 else f"bound {bound:g}: {'ok' if gap <= bound else 'FAILED'}"
     print(f"gate before the first update, learner {names[0]} against sampler {names[1]}: "
@@ -244,8 +159,11 @@ def setup(args):
     quantiser |= dict(keep_bf16=args.keep_bf16)
     model, tokenizer, report = precision.load_model(path, args.precision, args.device, torch.float32, **quantiser)
     check_head(model)
+    if args.rollout_kernels == "exact":
+        exact.apply(model)
     print(f"{path}: {sum(p.numel() for p in model.parameters()):,} parameters; {report}")
-    masters = precision.Masters(model, precision.recipe_of(args.precision)["dtype"])
+    wide = torch.float32 if args.activations == "fp32" else None
+    masters = precision.Masters(model, precision.recipe_of(args.precision)["dtype"], held_in=wide)
     fused = torch.device(args.device).type in ("cpu", "cuda")
     optimizer = torch.optim.AdamW(masters.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=fused)
 
@@ -262,11 +180,16 @@ def setup(args):
         common = data.overlap(rows, eval_rows)
         print(f"{len(rows)} training prompts, {len(eval_rows)} held out, {common} in both")
     rows_at_once, kernels = args.rollout_rows, args.rollout_kernels
-    engine = make_engine(args.engine, model, tokenizer, args.rollout_precision, rows_at_once, kernels, **quantiser)
+    quantiser |= dict(dtype=wide)
+    if args.engine == "vllm":
+        quantiser |= dict(memory_fraction=args.vllm_memory, sleep_level=args.vllm_sleep, tensor_parallel=args.vllm_tp)
+    kind = "hf" if args.load_rollouts else args.engine  # recorded answers need no second engine
+    engine = make_engine(kind, model, tokenizer, args.rollout_precision, rows_at_once, kernels, **quantiser)
     return SimpleNamespace(
         model=model, tokenizer=tokenizer, masters=masters, optimizer=optimizer, engine=engine,
         shuffled=data.Shuffled(rows, args.seed), function=function,
-        eval_rows=eval_rows, done=0, summary={"tokens": 0, "train_seconds": 0.0},
+        eval_rows=eval_rows, done=0, summary={"tokens": 0, "train_seconds": 0.0}, calib=make_calibration(args),
+        acrl=acrl.ACRL(args.acrl_gamma, args.acrl_baseline, distance=args.acrl_distance) if args.correction == "acrl" else None,
     )  # fmt: skip
 
 
@@ -278,6 +201,7 @@ def restore(run, path, args):
     run.optimizer.load_state_dict({"state": optimizer_state["state"], "param_groups": groups})
     run.shuffled.load_state_dict(state["data"])
     run.done, run.summary = state["step"], state["summary"]
+    restore_method(run, state, path)
     if not args.eval_every:  # accuracies of earlier steps would pass for this run's result
         run.summary = {k: v for k, v in run.summary.items() if not k.startswith(("acc_", "se_", "len_"))}
     if run.done >= args.steps:
@@ -287,6 +211,18 @@ def restore(run, path, args):
         new = vars(args).get(name)
         if new != old and name != "resume":
             print(f"changed since the checkpoint: --{name.replace('_', '-')} {old} -> {new}")
+
+
+def restore_method(run, state, path):
+    """The calibration's and the controller's state; one saved under other flags is dropped with a line, and starts anew."""
+    for name in ("calib", "acrl"):
+        part = getattr(run, name)
+        if part is None or name not in state:
+            continue
+        try:
+            part.load_state_dict(state[name])
+        except ValueError as error:
+            print(f"resumed {path}: {error}; the calibration starts anew")
 
 
 def held_out(run, args, when):
@@ -306,21 +242,31 @@ def train_step(run, args, step):
     for group in run.optimizer.param_groups:
         group["lr"] = lr
     rows = run.shuffled.next(args.prompts_per_step)
-    samples = sample_and_grade(run.engine, run.tokenizer, rows, run.function, args, step, sec)
+    if args.load_rollouts:
+        samples, sec["rollout"] = recorded.load(args.load_rollouts, step, args, run.tokenizer), time.perf_counter() - start
+    else:
+        samples = sample_and_grade(run.engine, run.tokenizer, rows, run.function, args, step, sec)
+    if args.save_rollouts:
+        recorded.save(os.path.join(args.out, "rollouts"), step, samples, args, run.tokenizer)
+    run.engine.sleep()  # its GPU memory is the learner's until the sync
 
     t = time.perf_counter()
+    shadow = shadow_due(args, run.calib, step)
     minis = split(samples, args, run.engine.pad_id)
-    metrics = old_pass(run.model, minis, args)
+    metrics = old_pass(run.model, minis, args, run.acrl, shadow)
     sec["logp"] = time.perf_counter() - t
     if step == run.done + 1:
         check_gate(args, metrics)
 
     t = time.perf_counter()
-    updates = [update(run.model, run.masters, run.optimizer, mini, args) for mini in minis]
+    updates = [update(run.model, run.masters, run.optimizer, mini, args, run.calib, shadow) for mini in minis]
+    if shadow:
+        metrics |= run.calib.update(move=args.clip == "calibrated")  # the next step's bounds
+        sec["shadow"] = sum(m.shadow_seconds for mini in minis for m in mini)  # part of logp and train
     sec["train"] = time.perf_counter() - t
 
     t = time.perf_counter()
-    run.engine.sync(run.model.named_parameters())
+    run.engine.sync(run.model.named_parameters(), check=args.sync_check_every > 0 and step % args.sync_check_every == 0)
     sec["sync"] = time.perf_counter() - t
     return metrics | step_metrics(samples, updates, args, sec, lr, start), samples
 
@@ -356,6 +302,7 @@ def train(args):
             print(f"step {step}: no update was made: no usable reward or no finite gradient (samples.jsonl shows the rewards)")
         if step == args.steps or (args.save_every and step % args.save_every == 0):
             state = {"step": step, "data": run.shuffled.state_dict(), "summary": summary, "flags": vars(args)}
+            state |= {name: part.state_dict() for name in ("calib", "acrl") if (part := getattr(run, name))}
             weights, optimizer_state = run.masters.weights, run.optimizer.state_dict()
             checkpoint.save(args.out, step, run.model, run.tokenizer, weights, optimizer_state, state, args.keep_last)
     log.close()

@@ -143,5 +143,5 @@ def test_rollout_prints_every_engine(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", flags.split() + ["--precisions", "bf16", "fp8-row"])
     run_main(bench.main)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in lines[1:]] == ["engine bf16", "generate bf16", "engine fp8-row", "generate fp8-row"]
+    assert [line.split("  ")[0] for line in lines[1:]] == ["generate bf16", "engine bf16", "generate fp8-row", "engine fp8-row"]
     assert "1.00 of engine bf16" in lines[1] and "4 sequences, up to 6 tokens" in lines[0]

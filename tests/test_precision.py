@@ -579,3 +579,20 @@ def test_training_with_masters_follows_fp32_training():
             masters.zero_grad()
         last[recipe] = loss.item()
     assert last["fp32"] < 0.1 and last["fp8-row"] < last["fp32"] + 0.05 and last["fp8-block"] < last["fp32"] + 0.05
+
+
+def test_masters_held_in_fp32_round_to_bf16_all_the_same():
+    """--activations fp32: the model's parameters are FP32 tensors of BF16 values, before and after a step."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    masters = precision.Masters(model, torch.bfloat16, held_in=torch.float32)
+    for name, p in model.named_parameters():
+        assert p.dtype == torch.float32 and torch.equal(p, start[name].bfloat16().float())
+        assert torch.equal(masters.weights[name], start[name])  # the masters keep every bit
+    model(torch.randn(4, 16)).sum().backward()
+    optimizer = torch.optim.SGD(masters.parameters(), lr=1e-3)
+    optimizer.step()
+    masters.publish()
+    for name, p in model.named_parameters():
+        assert p.dtype == torch.float32 and torch.equal(p, masters.weights[name].bfloat16().float())
+        assert not torch.equal(masters.weights[name], start[name])

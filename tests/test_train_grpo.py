@@ -486,9 +486,9 @@ def test_resume_is_bitwise(home, tmp_path, monkeypatch):
     events, held = [], {}
     real_sync, real_generate = HFEngine.sync, HFEngine.generate
 
-    def sync(self, *a):
+    def sync(self, *a, **kw):
         events.append("sync")
-        return real_sync(self, *a)
+        return real_sync(self, *a, **kw)
 
     def generate(self, *a, **k):
         if "generate" not in events:
@@ -537,9 +537,9 @@ def test_resumed_run_takes_the_flags_it_is_given(home, tmp_path, monkeypatch):
     run(home, out, "--steps", 1, "--weight-decay", 0.01)
     real = train_grpo.update
 
-    def update(model, masters, optimizer, mini, args):
+    def update(model, masters, optimizer, *rest):
         seen.extend((group["lr"], group["weight_decay"]) for group in optimizer.param_groups)
-        return real(model, masters, optimizer, mini, args)
+        return real(model, masters, optimizer, *rest)
 
     monkeypatch.setattr(train_grpo, "update", update)
     run(home, out, "--steps", 2, "--resume", "--lr", 5e-4, "--weight-decay", 0.3)

@@ -20,9 +20,12 @@ if torch.cuda.is_available():
 PROMPTS = [[5, 6, 7, 13, 8, 9, 3, 14], [4, 13, 5, 14], [9, 9, 9, 13, 9, 9, 9, 14]]
 
 
-def make(recipe, seed=0):
+def make(recipe, seed=0, tied=True):
     tokenizer = tiny.make_tokenizer()
     model = tiny.make_model(tokenizer, seed).eval()
+    if not tied:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(tiny.make_model(tokenizer, seed + 100).lm_head.weight.detach())
     with torch.no_grad():
         for p in model.parameters():  # larger weights: a flat distribution would hide differences
             p.mul_(3.0) if p.dim() == 2 else None
@@ -171,3 +174,186 @@ def test_learner_is_left_alone(pair):
     engine.sync(model.named_parameters())
     assert all(torch.equal(w, weights[name]) for name, w in model.state_dict().items())
     assert len(precision.converted_layers(model)) == (0 if recipe == "bf16" else 28)
+
+
+class FakeLLM:
+    """Records what a sleeping engine is asked to do, in order."""
+
+    def __init__(self):
+        self.calls = []
+
+    def sleep(self, level):
+        self.calls.append(f"sleep {level}")
+
+    def wake_up(self, tags):
+        self.calls.append(f"wake {tags[0]}")
+
+    def collective_rpc(self, method, kwargs):
+        self.calls.append(method)
+        assert dict(kwargs["weights_iterator"]).keys() == {"a.weight"}
+
+    def reset_prefix_cache(self):
+        self.calls.append("reset")
+        return True
+
+
+def fake_engine(llm, sleep_level):
+    from vllm_engine import VLLMEngine
+
+    engine = object.__new__(VLLMEngine)
+    engine.llm, engine.sleep_level, engine.asleep, engine.tied, engine.packed = llm, sleep_level, False, False, {}
+    engine.dtype, engine.names, engine.memory_fraction = torch.bfloat16, {"a.weight"}, 0.4
+    return engine
+
+
+def test_wake_order_weights_then_reload_then_kv_cache_then_prefix_reset():
+    engine = fake_engine(FakeLLM(), sleep_level=2)
+    weights = {"a.weight": torch.ones(4)}
+    engine.sleep()
+    engine.sleep()  # twice is once
+    assert engine.sync(weights.items(), check=False) is None
+    engine.sync(weights.items(), check=False)  # awake: nothing to wake
+    order = ["sleep 2", "wake weights", "reload_weights", "wake kv_cache", "reset", "reload_weights", "reset"]
+    assert engine.llm.calls == order
+    engine = fake_engine(FakeLLM(), sleep_level=0)
+    engine.sleep()
+    assert engine.llm.calls == [] and not engine.asleep
+
+
+def test_names_are_compared_even_without_a_fingerprint():
+    engine = fake_engine(FakeLLM(), 0)
+    engine.names = {"a.weight", "b.weight"}
+    with pytest.raises(UserError, match="1 tensors sent, 2 held by vLLM; first odd name 'b.weight'"):
+        engine.sync({"a.weight": torch.ones(4)}.items(), check=False)
+
+
+def test_out_of_memory_at_wake_and_a_dead_engine_are_one_line():
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    class Dead(FakeLLM):
+        def wake_up(self, tags):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore")
+
+        def collective_rpc(self, method, kwargs):
+            raise EngineDeadError() from RuntimeError("worker 0 left")
+
+    engine = fake_engine(Dead(), 1)
+    with pytest.raises(UserError, match=r"engine died \(RuntimeError: worker 0 left\); go on with --resume"):
+        engine.sync({}.items(), check=False)
+    engine.asleep = True
+    engine.llm.collective_rpc = None
+    with pytest.raises(UserError, match=r"Tried to allocate 20.00 GiB.\); lower --vllm-memory 0.4 or --micro-tokens"):
+        engine.sync({}.items(), check=False)
+
+
+def test_fingerprints_of_sharded_and_replicated_weights():
+    from vllm_engine import compare_sums
+
+    sent = {"norm": (3.0, 5.0), "linear": (-1.0, 8.0)}
+    compare_sums(sent, {"norm": (3.0, 5.0), "linear": (-1.0, 8.0)})
+    compare_sums(sent, {"norm": (6.0, 10.0), "linear": (-1.0, 8.0)}, copies=2)
+    with pytest.raises(UserError, match="vLLM's norm sums to"):
+        compare_sums(sent, {"norm": (6.0, 10.0), "linear": (-1.0, 8.0)})
+    with pytest.raises(UserError, match="vLLM's linear sums to"):
+        compare_sums(sent, {"norm": (3.0, 5.0), "linear": (-1.0, 8.001)})
+
+
+def test_tensor_parallel_needs_its_processes(monkeypatch):
+    from vllm_engine import check_tensor_parallel
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    check_tensor_parallel(1)
+    with pytest.raises(UserError, match="--vllm-tp 2 needs a multiple of 2 processes, found 1"):
+        check_tensor_parallel(2)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    check_tensor_parallel(2)
+
+
+def test_ids_without_text_are_never_sampled(pair):
+    """Padded embeddings: their ids are pushed out of reach, and the others keep their log-probs."""
+    _, model, _, engine = pair
+    before = engine.generate(PROMPTS, 4, 1.0, 6, seed=3)
+    engine.no_text = {3: -100.0, 4: -100.0}
+    try:
+        ids = {i for c in engine.generate(PROMPTS, 64, 1.0, 6, seed=3) for i in c.token_ids}
+    finally:
+        engine.no_text = {}
+    assert not ids & {3, 4} and {i for c in before for i in c.token_ids} & {3, 4}
+
+
+# -----------------------------------------------------------------------------
+# slow: one engine start each
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("recipe", list(precision.RECIPES))
+def test_sync_there_and_back(recipe, tied):
+    """Perturb the learner, sync: greedy answers and log-probs move as the learner's do; sync back: bitwise the first output."""
+    model, tokenizer = make(recipe, seed=0, tied=tied)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine = make_engine("vllm", model, tokenizer, recipe, max_rows=16)
+    engine.sync(model.named_parameters())
+    n, bound = 4, {"fp32": 1e-4, "bf16": 0.03}.get(recipe, 0.15)
+
+    def sampled():
+        greedy, drawn = engine.generate(PROMPTS, 1, 0.0, 16), engine.generate(PROMPTS, n, 1.0, 16, seed=2)
+        old, mu, mask = logps_of_learner(model, PROMPTS, drawn, n)
+        return greedy, drawn, float(mismatch_metrics(old, mu, mask)["mismatch/abs_dlogp_mean"])
+
+    greedy, drawn, gap = sampled()
+    assert gap < bound
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_((torch.randn(p.shape, generator=generator) * 0.3 * p.float().std()).to(p.dtype))
+    precision.weights_changed(model)
+    old, mu, mask = logps_of_learner(model, PROMPTS, drawn, n)
+    assert mismatch_metrics(old, mu, mask)["mismatch/abs_dlogp_mean"] > 5 * max(gap, 0.01)  # the learner has moved away
+    engine.sync(model.named_parameters())
+    greedy_moved, drawn_moved, gap_moved = sampled()
+    assert greedy_moved != greedy and drawn_moved != drawn and gap_moved < bound  # and the engine with it
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(start[name])
+    engine.sync(model.named_parameters())
+    assert engine.generate(PROMPTS, 1, 0.0, 16) == greedy and engine.generate(PROMPTS, n, 1.0, 16, seed=2) == drawn
+    engine.close()
+
+
+RANKS = """
+import sys, torch
+torch.distributed.init_process_group("gloo")
+sys.path[:0] = ["tests", "."]
+from test_vllm_engine import PROMPTS, make, logps_of_learner
+from clipping import mismatch_metrics
+from rollout import make_engine
+recipe, tensor_parallel = sys.argv[1], int(sys.argv[2])
+model, tokenizer = make(recipe)
+engine = make_engine("vllm", model, tokenizer, recipe, max_rows=16, tensor_parallel=tensor_parallel)
+engine.sync(model.named_parameters())
+drawn = engine.generate(PROMPTS, 4, 1.0, 16, seed=2)
+old, mu, mask = logps_of_learner(model, PROMPTS, drawn, 4)
+gap, ids = mismatch_metrics(old, mu, mask)["mismatch/abs_dlogp_mean"], [c.token_ids for c in drawn]
+print("RESULT", torch.distributed.get_rank(), float(gap), hash(str(ids)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-row", "fp8-tensor"])
+def test_two_ranks_with_an_engine_each_or_one_over_both(recipe, tensor_parallel, tmp_path):
+    import os
+    import subprocess
+    import sys
+
+    path = tmp_path / "ranks.py"
+    path.write_text(RANKS)
+    env = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29511"]
+    command = [*launcher, str(path), recipe, str(tensor_parallel)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    lines = [line.split()[-3:] for line in done.stdout.splitlines() if "RESULT" in line]
+    assert done.returncode == 0 and len(lines) == 2, done.stdout[-2000:] + done.stderr[-4000:]
+    assert all(float(gap) < (0.03 if recipe == "bf16" else 0.15) for _, gap, _ in lines)
+    assert lines[0][2] == lines[1][2]  # the same seeds, the same answers on both ranks

@@ -1,0 +1,236 @@
+"""The importance ratio in low precision: how much of r = pi_new / pi_old is policy, and how much is rounding? (`lab.py ratio`)
+
+The measurement behind Calibrated Clipping (arXiv:2609.22870), on the reader's own model. Per seed: sample answers, take M
+real AdamW updates on them (BF16 forward and gradients, FP32 masters), and score the same answers in the same micro-batches at
+the old and the new weights, in every arithmetic. All see the same two sets of weights; only their rounding differs.
+
+    fp32        masters as they are, everything in FP32: the policy's true change
+    bf16w       weights rounded to BF16, all else in FP32: what rounding the weights costs
+    bf16        the paper's reference
+    fp8-tensor, fp8-row, fp8-block
+    row+pow2    fp8-row with power-of-two scales            row+frozen   with the old pass's scales, of weights too
+    row+fp32    fp8-row with everything but the operands in FP32 (--activations fp32)
+
+Two sets of answers: `main`, of --prompts x --n, at --lr; and `sweep`, the first --sweep-prompts of them, at every size of
+--sizes (an AdamW step moves a weight by about its learning rate, whatever the gradient) and, with the old weights, in another
+packing: there the true ratio is 1 and what is left is batch composition ("phantom"). Advantages are +1 and -1 in turn within a
+group by default: a small model gets every answer wrong, and rewards would leave nothing to update on; --adv reward grades.
+
+Everything measured is kept in --out (log-probs, one file each), so that a second call goes on where the first stopped, and the
+tables and pictures of ratio_report.py can be made again.
+
+    python lab.py ratio --model out/smollm2 --out out/ratio
+"""
+
+import contextlib
+import os
+import time
+
+import torch
+
+import data
+import fp8
+import precision
+import ratio_report
+import recorded
+import reward
+import tiny
+from errors import Flags, UserError, check_device, number, run_main
+from flags import parse_flags
+from learner import old_pass, split, update
+from logprob import collate, micro_batches, token_logps
+from rollout import make_engine, row_seed
+
+# name -> (recipe, quantiser, dtype that weights are rounded to, dtype of parameters and activations)
+BF16, FP32 = torch.bfloat16, torch.float32
+ARITHMETICS = {
+    "fp32": ("fp32", {}, FP32, FP32),
+    "bf16w": ("bf16", {}, BF16, FP32),
+    "bf16": ("bf16", {}, BF16, BF16),
+    "fp8-tensor": ("fp8-tensor", {}, BF16, BF16),
+    "fp8-row": ("fp8-row", {}, BF16, BF16),
+    "fp8-block": ("fp8-block", {}, BF16, BF16),
+    "row+pow2": ("fp8-row", {"power_of_two": True}, BF16, BF16),
+    "row+frozen": ("fp8-row", {}, BF16, BF16),
+    "row+fp32": ("fp8-row", {}, BF16, FP32),
+}
+PLAIN = ("fp32", "bf16", "fp8-tensor", "fp8-row", "fp8-block")  # what the sweep over sizes looks at
+
+
+@contextlib.contextmanager
+def scales(store, replay):
+    """Record every scale that make_operand computes, in order of the calls, or replay them: frozen scales."""
+    original, at = fp8.make_operand, iter(store)
+
+    def make_operand(x, granularity, dtype, backend, block=(1, fp8.BLOCK), power_of_two=False, products=BF16, scale=None):
+        operand = original(x, granularity, dtype, backend, block, power_of_two, products, next(at) if replay else scale)
+        if not replay:
+            store.append(operand.scale)
+        return operand
+
+    fp8.make_operand = make_operand
+    try:
+        yield
+    finally:
+        fp8.make_operand = original
+
+
+def load_weights(model, weights, name):
+    """Put FP32 master weights into the model in one arithmetic's rounding and dtype, quantisers included."""
+    recipe, quantiser, rounded, held = ARITHMETICS[name]
+    precision.convert(model, recipe, **quantiser)
+    for key, p in model.named_parameters():
+        p.data = weights[key].to(rounded).to(held)
+    precision.weights_changed(model)
+
+
+@torch.no_grad()
+def score(model, samples, micro_tokens, temperature, shuffle=False):
+    """Log-probs of all answers, (answers, T) FP32, 0 past their ends. shuffle: another packing of the same rows."""
+    lengths = [len(s["row"]["prompt_ids"]) + len(s["completion"].token_ids) for s in samples]
+    groups = micro_batches(lengths, micro_tokens)
+    if shuffle:  # neighbours far apart in length: other padding, other companions
+        flat = [i for group in groups for i in group]
+        count = len(groups) + 1
+        groups = [flat[k::count] for k in range(count) if flat[k::count]]
+    out = torch.zeros(len(samples), max(len(s["completion"].token_ids) for s in samples))
+    for group in groups:
+        prompts, answers = [samples[i]["row"]["prompt_ids"] for i in group], [samples[i]["completion"].token_ids for i in group]
+        logp, _ = token_logps(model, collate(prompts, answers, 0, model.device), temperature)
+        out[group, : logp.shape[1]] = logp.cpu()
+    return out
+
+
+def kept(path, make):
+    """The tensors at `path`, made once; written under another name first, so that a kill leaves no half file."""
+    if not os.path.exists(path):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        torch.save(make(), path + ".tmp")
+        os.replace(path + ".tmp", path)
+    return torch.load(path, weights_only=True)
+
+
+def sample(model, tokenizer, weights, rows, args, flags, folder, seed):
+    """The seed's answers, recorded in --out: sampled in --rollout-precision with the transformers engine."""
+    if not os.path.exists(recorded.path_of(folder, 1)):
+        load_weights(model, weights, args.rollout_precision)
+        engine = make_engine("hf", model, tokenizer, args.rollout_precision, args.rows)
+        sampling = (args.n, args.temperature, args.max_tokens, row_seed(seed, "ratio", 0))
+        completions = engine.generate([row["prompt_ids"] for row in rows], *sampling, progress=True)
+        texts = [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
+        rewards = [float(i % 2) for i in range(len(texts))]
+        if args.adv == "reward":
+            truncated = [c.finish_reason == "length" for c in completions]
+            rewards = reward.score([row for row in rows for _ in range(args.n)], texts, truncated)
+        samples = [{"row": rows[i // args.n], "completion": c, "text": t, "reward": r}
+                   for i, (c, t, r) in enumerate(zip(completions, texts, rewards, strict=True))]
+        recorded.save(folder, 1, samples, flags, tokenizer)
+    return recorded.load(folder, 1, flags, tokenizer)
+
+
+def updated(model, weights, samples, flags, lr):
+    """Master weights after M AdamW updates of size lr on the samples: name -> FP32 tensor."""
+    load_weights(model, weights, "fp32")
+    precision.convert(model, "bf16")
+    masters = precision.Masters(model, BF16)
+    optimizer = torch.optim.AdamW(masters.parameters(), lr=lr, weight_decay=0.0)
+    minis = split(samples, flags, 0)
+    old_pass(model, minis, flags)
+    done = [update(model, masters, optimizer, mini, flags) for mini in minis]
+    if any(u["skipped"] for u in done):
+        raise UserError(f"lab.py ratio: an update of size {lr:g} was not finite; use smaller --sizes or --lr")
+    new = {name: w.detach().clone() for name, w in masters.weights.items()}
+    masters.release()
+    return new
+
+
+def measure(model, weights, samples, names, args, folder, what, lr=None):
+    """name -> {"old", "new", "moved"}: log-probs in each arithmetic, kept in folder/what; old ones in folder/old, for all lr.
+    lr None: new is the old weights in another packing. moved: mean |new - old| of a weight."""
+    new, result, shared = None, {}, os.path.join(folder, f"old{len(samples)}")
+
+    def new_weights():  # made when first asked for: a resumed study may need none
+        nonlocal new
+        if new is None:
+            new = weights if lr is None else updated(model, weights, samples, args.flags, lr)
+        return new
+
+    def at(which, name, store=None, replay=False, shuffle=False):
+        load_weights(model, which, name)
+        with scales(store, replay) if store is not None else contextlib.nullcontext():
+            return score(model, samples, args.micro_tokens, args.temperature, shuffle)
+
+    for name in names:
+        start, store = time.perf_counter(), [] if name == "row+frozen" else None
+        path = os.path.join(folder, what, f"{name}.pt")
+        if store is not None and not os.path.exists(path):
+            at(weights, name, store)  # once more, for the scales
+        old = kept(os.path.join(shared, f"{name}.pt"), lambda name=name: {"old": at(weights, name)})
+        both = kept(path, lambda name=name, store=store: {
+            "new": at(new_weights(), name, store, replay=True, shuffle=lr is None),
+            "moved": torch.tensor(sum((new[k] - w).abs().sum().item() for k, w in weights.items())
+                                  / sum(w.numel() for w in weights.values())),
+        })  # fmt: skip
+        result[name] = old | both
+        print(f"{folder} {what} {name}: {time.perf_counter() - start:.0f} s", flush=True)
+    return result
+
+
+def collect(args):
+    """Everything the report needs: per seed, `samples`, `main` and `sweep` (lr -> arithmetic -> log-probs), `phantom`."""
+    path = tiny.prepare() if args.model == "tiny" else args.model
+    model, tokenizer, _ = precision.load_model(path, "fp32", args.device)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    rows = data.load(args.data, tokenizer, args.max_prompt_tokens)
+    if len(rows) < args.prompts * args.seeds:
+        raise UserError(f"--data {args.data} has {len(rows)} prompts, --prompts x --seeds needs {args.prompts * args.seeds}")
+    seeds = []
+    for seed in range(args.seeds):
+        folder = os.path.join(args.out, f"seed{seed}")
+        own = rows[seed * args.prompts : (seed + 1) * args.prompts]
+        samples = sample(model, tokenizer, weights, own, args, args.flags, folder, seed)
+        some = samples[: args.sweep_prompts * args.n]
+        run = {"samples": samples, "some": some}
+        shared = (model, weights, some, PLAIN, args, folder)
+        run["phantom"] = measure(*shared, "phantom")
+        run["sweep"] = {lr: measure(*shared, f"sweep{lr:g}", lr) for lr in args.sizes}
+        run["main"] = measure(model, weights, samples, list(ARITHMETICS), args, folder, f"main{args.lr:g}", args.lr)
+        seeds.append(run)
+    return seeds
+
+
+def main(argv=None):
+    parser = Flags(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="tiny", help="transformers folder, or `tiny`")
+    parser.add_argument("--data", default="arith:test", help="prompts, as train_grpo.py's --data")
+    parser.add_argument("--prompts", type=number(int, 2), default=16, help="per seed")
+    parser.add_argument("--n", type=number(int, 2), default=8, help="answers per prompt")
+    parser.add_argument("--max-tokens", type=number(int, 1), default=64)
+    parser.add_argument("--max-prompt-tokens", type=number(int, 1), default=512)
+    parser.add_argument("--temperature", type=number(float, above=0), default=1.0)
+    parser.add_argument("--rollout-precision", default="fp8-row", choices=list(precision.RECIPES))
+    parser.add_argument("--adv", choices=["signs", "reward"], default="signs")
+    parser.add_argument("--lr", type=number(float, above=0), default=1e-5, help="size of the main set's updates")
+    parser.add_argument("--updates", type=number(int, 1), default=4, help="M, optimiser updates between old and new")
+    parser.add_argument("--sizes", type=number(float, above=0), nargs="*", default=[1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4])
+    parser.add_argument("--sweep-prompts", type=number(int, 1), default=2)
+    parser.add_argument("--seeds", type=number(int, 1), default=3)
+    parser.add_argument("--micro-tokens", type=number(int, 1), default=4096)
+    parser.add_argument("--rows", type=number(int, 1), default=128, help="sequences decoded at once")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--run", nargs="*", default=[], help="training runs with --clip calibrated: their bounds over time")
+    parser.add_argument("--out", default="out/ratio")
+    args = parser.parse_args(argv)
+    check_device(args.device)
+    for flag, N in (("--prompts", args.prompts * args.n), ("--sweep-prompts", args.sweep_prompts * args.n)):
+        if N % args.updates or N > args.prompts * args.n:
+            raise UserError(f"{flag} x --n {args.n} = {N} answers do not split into --updates {args.updates} mini-batches")
+    shared = ["--model", args.model, "--precision", "bf16", "--correction", "none", "--clip-low", "0", "--clip-high", "1e9"]
+    shared += ["--updates-per-step", str(args.updates), "--prompts-per-step", str(args.prompts), "--group-size", str(args.n)]
+    shared += ["--micro-tokens", str(args.micro_tokens), "--temperature", str(args.temperature), "--device", args.device]
+    args.flags = parse_flags([*shared, "--max-tokens", str(args.max_tokens)])
+    ratio_report.report(collect(args), args)
+
+
+if __name__ == "__main__":
+    run_main(main)
