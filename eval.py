@@ -183,6 +183,7 @@ def parse_flags(argv=None):
     g.add_argument("--top-p", type=number(float, above=0, high=1), default=1.0, help="smallest set of ids of this probability")
     g.add_argument("--max-tokens", type=number(int, 1), default=64, help="tokens per answer")
     g.add_argument("--engine", choices=["hf", "vllm"], default="hf", help="transformers, or real vLLM (CPU too)")
+    g.add_argument("--vllm-memory", type=number(float, above=0, high=1), help="vllm: share of the GPU's memory; default 0.4")
     g.add_argument("--rows", type=number(int, 1), default=256, help="sequences decoded at once")
     g.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0)
     g.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:N")
@@ -293,11 +294,14 @@ def main():
     path = find_model(args.model)
     quantiser = dict(backend=args.fp8_backend, power_of_two=args.pow2_scales, keep_bf16=args.keep_bf16)
     sets, results = None, []
+    if args.vllm_memory and args.engine != "vllm":
+        raise UserError(f"--vllm-memory has no effect with --engine {args.engine}; leave one of the two out")
+    engine_args = {"memory_fraction": args.vllm_memory} if args.vllm_memory else {}
     for recipe in args.precision:
         model = engine = None  # the previous precision's, freed before the next is loaded
         model, tokenizer, report = precision.load_model(path, recipe, args.device, **quantiser)
         print(f"{path}: {report if report.converted else recipe}")
-        engine = make_engine(args.engine, model, tokenizer, recipe, args.rows, **quantiser)
+        engine = make_engine(args.engine, model, tokenizer, recipe, args.rows, **quantiser, **engine_args)
         engine.sync(model.named_parameters())
         if sets is None:
             sets = load_sets(args, model, tokenizer)
