@@ -167,10 +167,11 @@ def bapo_bounds(model, mini, args):
 
 def observe(calib, m, new_logp, new_logp_hp, args):
     """Give a micro-batch's shadow rows to the calibration."""
-    rows = shadow_rows(args)
+    start, rows = time.perf_counter(), shadow_rows(args)
     weight = m.weight if m.weight is None else m.weight[rows]
     calib.observe(new_logp_hp, m.old_logp_hp, new_logp.detach()[rows], m.old_logp[rows], m.mu_logp[rows], weight, m.adv[rows],
                   m.mask[rows], answer_entropy(m)[rows])
+    m.shadow_seconds += time.perf_counter() - start
 
 
 def update(model, masters, optimizer, mini, args, calib=None, shadow=False):
