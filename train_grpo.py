@@ -263,7 +263,7 @@ def train_step(run, args, step):
     if shadow:
         s = time.perf_counter()
         metrics |= run.calib.update(move=args.clip == "calibrated")  # the next step's bounds
-        sec["shadow"] = time.perf_counter() - s + sum(m.shadow_seconds for mini in minis for m in mini)  # part of logp and train
+        sec["shadow"] = time.perf_counter() - s + sum(m.shadow_seconds for mini in minis for m in mini)  # in logp, train
     sec["train"] = time.perf_counter() - t
 
     t = time.perf_counter()
