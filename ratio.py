@@ -16,6 +16,10 @@ Two sets of answers: `main`, of --prompts x --n, at --lr; and `sweep`, the first
 packing: there the true ratio is 1 and what is left is batch composition ("phantom"). Advantages are +1 and -1 in turn within a
 group by default: a small model gets every answer wrong, and rewards would leave nothing to update on; --adv reward grades.
 
+Masters (--masters): `spread` puts every FP32 master at a random place of its BF16 rounding interval, as in the middle of a run;
+the BF16 weights stay what they are. Where masters sit matters: from `bf16` (the first step on a BF16 checkpoint) an update of
+1e-6 changes almost no BF16 weight, and `file` can hold exact ties, which any update breaks: SmolLM2 read from GGUF has 8 %.
+
 Everything measured is kept in --out (log-probs, one file each), so that a second call goes on where the first stopped, and the
 tables and pictures of ratio_report.py can be made again.
 
@@ -73,6 +77,15 @@ def scales(store, replay):
         yield
     finally:
         fp8.make_operand = original
+
+
+@torch.no_grad()
+def spread(w, generator):
+    """FP32 weights uniformly within the BF16 rounding interval around w: they round to the same BF16 weights."""
+    centre = w.to(BF16).float()
+    gap = torch.ldexp(torch.ones_like(centre), torch.frexp(centre).exponent - 8)  # between BF16 neighbours
+    moved = centre + gap * (torch.rand(w.shape, generator=generator).to(w.device) - 0.5)
+    return torch.where(moved.to(BF16) == centre, moved, centre)  # the interval is narrower below a power of two; 0 stays
 
 
 def load_weights(model, weights, name):
@@ -180,7 +193,11 @@ def collect(args):
     """Everything the report needs: per seed, `samples`, `main` and `sweep` (lr -> arithmetic -> log-probs), `phantom`."""
     path = tiny.prepare() if args.model == "tiny" else args.model
     model, tokenizer, _ = precision.load_model(path, "fp32", args.device)
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights, generator = {}, torch.Generator().manual_seed(0)
+    for name, p in model.named_parameters():
+        w = p.detach().clone()
+        weights[name] = {"spread": lambda w: spread(w, generator), "bf16": lambda w: w.to(BF16).float(),
+                         "file": lambda w: w}[args.masters](w)  # fmt: skip
     rows = data.load(args.data, tokenizer, args.max_prompt_tokens)
     if len(rows) < args.prompts * args.seeds:
         raise UserError(f"--data {args.data} has {len(rows)} prompts, --prompts x --seeds needs {args.prompts * args.seeds}")
@@ -209,6 +226,7 @@ def main(argv=None):
     parser.add_argument("--max-prompt-tokens", type=number(int, 1), default=512)
     parser.add_argument("--temperature", type=number(float, above=0), default=1.0)
     parser.add_argument("--rollout-precision", default="fp8-row", choices=list(precision.RECIPES))
+    parser.add_argument("--masters", choices=["spread", "bf16", "file"], default="spread", help="where FP32 weights start")
     parser.add_argument("--adv", choices=["signs", "reward"], default="signs")
     parser.add_argument("--lr", type=number(float, above=0), default=1e-5, help="size of the main set's updates")
     parser.add_argument("--updates", type=number(int, 1), default=4, help="M, optimiser updates between old and new")

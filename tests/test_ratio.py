@@ -53,6 +53,16 @@ def test_arithmetics_hold_the_same_weights(name):
     assert all(layer.power_of_two == bool(quantiser) for layer in layers)
 
 
+def test_spread_masters_round_to_the_same_bf16_weights():
+    w = torch.cat([torch.randn(50_000, generator=torch.Generator().manual_seed(0)), torch.tensor([0.0, 1.0, -2.0, 0.5])])
+    moved = ratio.spread(w, torch.Generator().manual_seed(1))
+    assert torch.equal(moved.bfloat16(), w.bfloat16()) and moved[-4] == 0
+    place = (moved - w.bfloat16().float()) / w.bfloat16().float().abs()
+    assert place.abs()[:-4].max() <= 2.0**-8 and abs(place[:-4].mean()) < 1e-5  # half a BF16 step either way
+    step = 2.0**-10 * w.abs()  # a quarter to an eighth of a BF16 step: a share like that of the weights changes its rounding
+    assert 0.1 < ((moved + step).bfloat16() != w.bfloat16()).float().mean() < 0.3
+
+
 def test_frozen_scales_are_replayed_call_by_call():
     x, store = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)), []
     with ratio.scales(store, replay=False):
