@@ -109,9 +109,12 @@ class ACRL:
 
     def state_dict(self):
         """The state, to be saved with the checkpoint (plain numbers)."""
-        return {"X": self.X, "batches": self.batches}
+        return {"X": self.X, "batches": self.batches, "distance": self.distance}
 
     def load_state_dict(self, state):
+        """Take over a `state_dict`. ValueError if its set point was measured by another distance."""
+        if state["distance"] != self.distance:
+            raise ValueError(f"the saved set point is a distance of {state['distance']}, not of {self.distance}")
         self.X, self.batches = float(state["X"]), int(state["batches"])
 
 

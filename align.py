@@ -163,6 +163,9 @@ def main(argv=None):
         odd = [name for name in given if name not in known]
         if odd:
             raise UserError(f"{flag} {odd[0]!r} is not one of {', '.join(known)}")
+    if "cuda" in args.device and {"norm", "norm+rope", "all"} & set(args.arms):
+        raise UserError("--arms: norm, norm+rope and all exchange forward methods, which vLLM's CUDA graphs would not notice; "
+                        "name the other arms")
     os.makedirs(args.out, exist_ok=True)
     rows = study(args, tiny.prepare() if args.model == "tiny" else args.model)
     short = [{k: v for k, v in row.items() if k != "answers" and not (isinstance(v, float) and math.isnan(v))} for row in rows]

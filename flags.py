@@ -10,6 +10,7 @@ import torch
 import clipping
 import precision
 from errors import Flags, UserError, json_object, number
+from learner import make_calibration
 
 PRESETS = {
     "demo": dict(
@@ -35,8 +36,8 @@ def add_method_flags(parser):
     g.add_argument("--objective", choices=["token", "cispo"], default="token", help="cispo: the clipped ratio is a weight")
     g.add_argument("--clip", choices=["vanilla", "calibrated", "bapo"], default="vanilla",
                    help="fixed bounds; bounds calibrated on BF16 shadow passes; bounds searched per mini-batch")
-    g.add_argument("--clip-low", type=number(float, 0), default=0.8, help="lower bound of the ratio; calibrated: BF16's")
-    g.add_argument("--clip-high", type=number(float, 0), default=1.24, help="upper bound of the ratio; calibrated: BF16's")
+    g.add_argument("--clip-low", type=number(float, 0), help="lower bound of the ratio, 0.8, cispo: 0; calibrated: BF16's")
+    g.add_argument("--clip-high", type=number(float, 0), help="upper bound of the ratio, 1.24; calibrated: BF16's")
     g.add_argument("--bapo-target", type=number(float, above=0), default=0.4, help="rho0, the positive tokens' part")
     g.add_argument("--dual-clip", type=number(float, 0), default=0.0, help="bound on r where A < 0, e.g. 3; 0 = off")
     g.add_argument("--correction", choices=CORRECTIONS, default="tis", help="sampler against learner")
@@ -143,13 +144,23 @@ def check_without_effect(args, parser):
     calibrated, shadow = args.clip == "calibrated", args.clip == "calibrated" or args.shadow_every > 0
     idle |= {name: calibrated for name in vars(args) if name.startswith("calib_")}
     idle |= {"calib_share": shadow, "calib_reference": shadow}
+    idle["calib_upper"] = calibrated and args.calib_stages != "lower"
+    idle["calib_lower"] = calibrated and args.calib_stages != "upper"
+    idle["calib_range_low"] = calibrated and args.calib_lower == "grid"
+    idle |= dict.fromkeys(("clip_low", "clip_high"), args.clip != "bapo")
+    on_gpu = args.engine == "vllm" and torch.device(args.device).type == "cuda"
+    idle |= {"vllm_memory": on_gpu, "vllm_sleep": on_gpu}
     idle |= {"bapo_target": args.clip == "bapo", "shadow_every": not calibrated}
     for name, used in idle.items():
         if not used and getattr(args, name) != parser.get_default(name):
             of_fp8 = name.startswith(("fp8", "pow2", "keep"))
             other = f"--precision {args.precision}" if of_fp8 else f"--correction {args.correction}"
-            other = f"--engine {args.engine}" if name.startswith("vllm") else other
-            other = f"--clip {args.clip}" if name.startswith(("calib", "bapo", "shadow")) else other
+            other = f"--engine {args.engine} on {args.device}" if name.startswith("vllm") else other
+            other = f"--clip {args.clip}" if name.startswith(("calib", "bapo", "shadow", "clip")) else other
+            if calibrated and name in ("calib_upper", "calib_lower"):
+                other = f"--calib-stages {args.calib_stages}"
+            elif calibrated and name == "calib_range_low":
+                other = f"--calib-lower {args.calib_lower}"
             raise UserError(f"--{name.replace('_', '-')} has no effect with {other}; leave one of the two out")
 
 
@@ -179,14 +190,26 @@ def check_method(args):
         raise UserError("--clip calibrated with --updates-per-step 1: the ratio is 1 and there is nothing to align; use 4")
     if args.load_rollouts and args.engine == "vllm":
         raise UserError("--engine vllm samples, --load-rollouts does not; leave one of the two out")
+    if args.vllm_tp > 1:
+        raise UserError(f"--vllm-tp {args.vllm_tp}: training on several processes is not built yet; leave it out")
+    if args.engine == "vllm" and args.device not in ("cpu", "cuda", "cuda:0"):
+        number = args.device.removeprefix("cuda:")
+        raise UserError(f"--engine vllm takes the first GPU it sees, not --device {args.device}; "
+                        f"set CUDA_VISIBLE_DEVICES={number} and --device cuda")
+    make_calibration(args)
     if args.load_rollouts and args.save_rollouts:
         raise UserError("--save-rollouts would copy what --load-rollouts reads; leave one of the two out")
 
 
 def check_activations(args):
     """--activations fp32: what it cannot go with."""
-    if "fp32" in (args.precision, args.rollout_precision):
-        raise UserError("--activations fp32 has no effect with --precision fp32; leave one of the two out")
+    for flag in ("precision", "rollout_precision"):
+        if getattr(args, flag) == "fp32":
+            raise UserError(f"--activations fp32 has no effect with --{flag.replace('_', '-')} fp32; leave one of the two out")
+    fp8 = any(precision.RECIPES[r]["granularity"] for r in (args.precision, args.rollout_precision))
+    if fp8 and args.fp8_backend == "scaled_mm":
+        raise UserError("--activations fp32 and --fp8-backend scaled_mm, whose kernels write BF16: leave one of the two out")
+    args.fp8_backend = "emulate" if fp8 else args.fp8_backend
     if args.rollout_kernels == "native":
         raise UserError("--activations fp32 and --rollout-kernels native: vLLM's FP8 kernels write BF16; use aligned")
 
@@ -215,6 +238,8 @@ def parse_flags(argv=None, doc=__doc__):
     if args.rollout_kernels == "native" and args.engine != "vllm":
         raise UserError("--rollout-kernels native is vLLM's; it needs --engine vllm")
     check_without_effect(args, parser)
+    args.clip_low = (0.0 if args.objective == "cispo" else 0.8) if args.clip_low is None else args.clip_low
+    args.clip_high = 1.24 if args.clip_high is None else args.clip_high
     if args.rollout_kernels == "exact":
         check_exact(args)
     if args.activations == "fp32":

@@ -7,8 +7,8 @@
 
 Shadow passes (Calibrated Clipping, calibrated.py). On a calibration step the same tokens also go through the same module with
 quantisation off: at the starting weights in `old_pass`, at a mini-batch's own weights in `update`, just before its FP8 forward.
-Same micro-batches, same padding, same attention: only the linear layers' precision differs. Two forwards of the batch in all,
-of every `1 / --calib-share`-th row when a part is enough.
+Same micro-batches, same padding, same attention: only the linear layers' precision differs (with --activations fp32 the BF16
+reference takes BF16 activations). Two forwards of the batch in all, of --calib-share of its answers when a part is enough.
 
 Where bounds come from (--clip): vanilla, the two flags; calibrated, the last calibration; bapo, a search on the mini-batch
 itself, which costs a forward without gradient.
@@ -38,7 +38,7 @@ class Micro:
         self.adv = torch.tensor([s["adv"] for s in samples], dtype=torch.float32, device=device)  # (B,)
         usable = torch.tensor([not math.isnan(s["reward"]) for s in samples], device=device)
         self.mask = self.batch.mask & usable[:, None]  # a sample without a reward trains nothing
-        self.old_logp = self.old_logp_hp = self.entropy = self.weight = None
+        self.old_logp = self.old_logp_hp = self.entropy = self.weight = self.shadow_rows = None
         self.shadow_seconds = 0.0
 
 
@@ -55,7 +55,12 @@ def split(samples, args, pad_id):
 
 
 def make_calibration(args):
-    """Calibrated Clipping's bounds; with other clips the same object only measures (--shadow-every)."""
+    """Calibrated Clipping's bounds; with other clips the same object only measures (--shadow-every). Raises UserError."""
+    for name, bound, ends in zip(("LOW", "HIGH"), args.calib_init, (args.calib_range_low, args.calib_range_high), strict=True):
+        if args.clip == "calibrated" and args.calib_lower == "grid" and not ends[0] <= bound <= ends[1]:
+            raise UserError(f"--calib-init {name} {bound} is outside --calib-range-{name.lower()} {ends[0]} {ends[1]}")
+    if args.calib_range_high[1] > 100:
+        raise UserError(f"--calib-range-high {args.calib_range_high}: ratios above 100 are not calibrated; lower it")
     moving = args.clip == "calibrated"
     low, high = args.calib_init if moving else (args.clip_low, args.clip_high)
     try:
@@ -78,18 +83,23 @@ def shadow_due(args, calib, step):
 
 @torch.no_grad()
 def shadow_logps(model, m, args):
-    """Log-probs without quantisation of the micro-batch's shadow rows, every 1 / --calib-share-th: (rows, T) FP32."""
+    """Log-probs without quantisation of the micro-batch's shadow rows: (rows, T) FP32."""
     start = time.perf_counter()
-    batch = Batch(*(x[shadow_rows(args)] for x in m.batch))
-    with precision.high_precision(model, torch.float32 if args.calib_reference == "fp32" else None):
+    batch = Batch(*(x[m.shadow_rows] for x in m.batch))
+    with precision.high_precision(model, {"bf16": torch.bfloat16, "fp32": torch.float32}[args.calib_reference]):
         logp, _ = token_logps(model, batch, args.temperature)
     m.shadow_seconds += time.perf_counter() - start
     return logp
 
 
-def shadow_rows(args):
-    """Micro-batches are sorted by length: every n-th row is a fair part, the first rows are not."""
-    return slice(None, None, round(1 / args.calib_share))
+def choose_shadow_rows(minis, share):
+    """Mark a share of the answers for shadow passes, by a count that runs on over all micro-batches: these are sorted by
+    length, and the first rows of each would be its longest."""
+    i = 0
+    for m in (m for mini in minis for m in mini):
+        n = len(m.adv)
+        m.shadow_rows = [row for row in range(n) if math.floor((i + row + 1) * share) > math.floor((i + row) * share)]
+        i += n
 
 
 @torch.no_grad()
@@ -97,9 +107,10 @@ def old_pass(model, minis, args, acrl=None, shadow=False):
     """old_logp and entropy at the step's starting weights, on exactly the micro-batches of the training forward (tensor scales
     see the whole micro-batch), then the sampler correction. Returns the mismatch, correction and entropy metrics."""
     micros = [m for mini in minis for m in mini]
+    choose_shadow_rows(minis, args.calib_share)
     for m in micros:
         m.old_logp, m.entropy = token_logps(model, m.batch, args.temperature)
-        if shadow:
+        if shadow and m.shadow_rows:
             m.old_logp_hp = shadow_logps(model, m, args)
     old, mu, entropy = (torch.cat([getattr(m, name)[m.mask] for m in micros]) for name in ("old_logp", "mu_logp", "entropy"))
     ones = torch.ones(1, len(old), dtype=torch.bool, device=old.device)
@@ -167,7 +178,7 @@ def bapo_bounds(model, mini, args):
 
 def observe(calib, m, new_logp, new_logp_hp, args):
     """Give a micro-batch's shadow rows to the calibration."""
-    start, rows = time.perf_counter(), shadow_rows(args)
+    start, rows = time.perf_counter(), m.shadow_rows
     weight = m.weight if m.weight is None else m.weight[rows]
     calib.observe(new_logp_hp, m.old_logp_hp, new_logp.detach()[rows], m.old_logp[rows], m.mu_logp[rows], weight, m.adv[rows],
                   m.mask[rows], answer_entropy(m)[rows])
@@ -187,9 +198,9 @@ def update(model, masters, optimizer, mini, args, calib=None, shadow=False):
         low, high, found = bapo_bounds(model, mini, args)
     parts, loss_sum = [], 0.0
     for m in mini:
-        new_logp_hp = shadow_logps(model, m, args) if shadow else None
+        new_logp_hp = shadow_logps(model, m, args) if shadow and m.shadow_rows else None
         new_logp, _ = token_logps(model, m.batch, args.temperature)
-        if shadow:
+        if new_logp_hp is not None:
             observe(calib, m, new_logp, new_logp_hp, args)
         tensors = (new_logp, m.old_logp, m.adv, m.mask)
         if args.objective == "cispo":

@@ -1,8 +1,9 @@
 """The importance ratio in low precision: how much of r = pi_new / pi_old is policy, and how much is rounding? (`lab.py ratio`)
 
-The measurement behind Calibrated Clipping (arXiv:2609.22870), on the reader's own model. Per seed: sample answers, take M
-real AdamW updates on them (BF16 forward and gradients, FP32 masters), and score the same answers in the same micro-batches at
-the old and the new weights, in every arithmetic. All see the same two sets of weights; only their rounding differs.
+The measurement behind Calibrated Clipping (arXiv:2609.22870), on the reader's own model. Per seed: sample answers, split them
+into M mini-batches as training does, take M - 1 real AdamW updates (BF16 forward and gradients, FP32 masters, no clipping), and
+score mini-batch m at the step's starting weights and at the weights after m updates, just before it would be trained on: the
+ratios a step's losses see, lags 0 to M - 1 pooled. All arithmetics score the same weights in the same micro-batches:
 
     fp32        masters as they are, everything in FP32: the policy's true change
     bf16w       weights rounded to BF16, all else in FP32: what rounding the weights costs
@@ -11,22 +12,24 @@ the old and the new weights, in every arithmetic. All see the same two sets of w
     row+pow2    fp8-row with power-of-two scales            row+frozen   with the old pass's scales, of weights too
     row+fp32    fp8-row with everything but the operands in FP32 (--activations fp32)
 
-Two sets of answers: `main`, of --prompts x --n, at --lr; and `sweep`, the first --sweep-prompts of them, at every size of
---sizes (an AdamW step moves a weight by about its learning rate, whatever the gradient) and, with the old weights, in another
-packing: there the true ratio is 1 and what is left is batch composition ("phantom"). Advantages are +1 and -1 in turn within a
-group by default: a small model gets every answer wrong, and rewards would leave nothing to update on; --adv reward grades.
+`main` is all answers at --lr. `sweep` is the first seed's first --sweep-prompts prompts, a batch of their own, at every size of
+--sizes: an AdamW step moves a weight by about its learning rate, whatever the gradient. `phantom`: the same, the old weights
+twice in two packings; the true ratio is 1 and what is left is batch composition (training's two passes share micro-batches).
+Advantages are +1 and -1 in turn within a group by default: labels, not quality; a small model gets every answer wrong, and
+rewards would leave nothing to update on. --adv reward grades.
 
 Masters (--masters): `spread` puts every FP32 master at a random place of its BF16 rounding interval, as in the middle of a run;
 the BF16 weights stay what they are. Where masters sit matters: from `bf16` (the first step on a BF16 checkpoint) an update of
 1e-6 changes almost no BF16 weight, and `file` can hold exact ties, which any update breaks: SmolLM2 read from GGUF has 8 %.
 
-Everything measured is kept in --out (log-probs, one file each), so that a second call goes on where the first stopped, and the
-tables and pictures of ratio_report.py can be made again.
+Everything measured is kept in --out (log-probs, one file each), so that a second call with the same flags goes on where the
+first stopped, and the tables and pictures of ratio_report.py can be made again.
 
     python lab.py ratio --model out/smollm2 --out out/ratio
 """
 
 import contextlib
+import json
 import os
 import time
 
@@ -44,6 +47,7 @@ from flags import parse_flags
 from learner import old_pass, split, update
 from logprob import collate, micro_batches, token_logps
 from rollout import make_engine, row_seed
+from runlog import write_json
 
 # name -> (recipe, quantiser, dtype that weights are rounded to, dtype of parameters and activations)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -99,19 +103,19 @@ def load_weights(model, weights, name):
 
 @torch.no_grad()
 def score(model, samples, micro_tokens, temperature, shuffle=False):
-    """Log-probs of all answers, (answers, T) FP32, 0 past their ends. shuffle: another packing of the same rows."""
+    """Log-probs and entropies of all answers, (answers, T) FP32 each, 0 past their ends. shuffle: another packing."""
     lengths = [len(s["row"]["prompt_ids"]) + len(s["completion"].token_ids) for s in samples]
     groups = micro_batches(lengths, micro_tokens)
     if shuffle:  # neighbours far apart in length: other padding, other companions
         flat = [i for group in groups for i in group]
         count = len(groups) + 1
         groups = [flat[k::count] for k in range(count) if flat[k::count]]
-    out = torch.zeros(len(samples), max(len(s["completion"].token_ids) for s in samples))
+    logps, entropies = torch.zeros(2, len(samples), max(len(s["completion"].token_ids) for s in samples))
     for group in groups:
         prompts, answers = [samples[i]["row"]["prompt_ids"] for i in group], [samples[i]["completion"].token_ids for i in group]
-        logp, _ = token_logps(model, collate(prompts, answers, 0, model.device), temperature)
-        out[group, : logp.shape[1]] = logp.cpu()
-    return out
+        logp, entropy = token_logps(model, collate(prompts, answers, 0, model.device), temperature)
+        logps[group, : logp.shape[1]], entropies[group, : logp.shape[1]] = logp.cpu(), entropy.cpu()
+    return logps, entropies
 
 
 def kept(path, make):
@@ -142,49 +146,65 @@ def sample(model, tokenizer, weights, rows, args, flags, folder, seed):
 
 
 def updated(model, weights, samples, flags, lr):
-    """Master weights after M AdamW updates of size lr on the samples: name -> FP32 tensor."""
+    """[theta_0 .. theta_{M-1}]: master weights before each mini-batch's update by AdamW of size lr; dicts of FP32 tensors."""
     load_weights(model, weights, "fp32")
     precision.convert(model, "bf16")
-    masters = precision.Masters(model, BF16)
+    masters = precision.Masters(model, BF16)  # clones: `weights` stays as it is
     optimizer = torch.optim.AdamW(masters.parameters(), lr=lr, weight_decay=0.0)
-    minis = split(samples, flags, 0)
+    minis, thetas = split(samples, flags, 0), [weights]
     old_pass(model, minis, flags)
-    done = [update(model, masters, optimizer, mini, flags) for mini in minis]
-    if any(u["skipped"] for u in done):
-        raise UserError(f"lab.py ratio: an update of size {lr:g} was not finite; use smaller --sizes or --lr")
-    new = {name: w.detach().clone() for name, w in masters.weights.items()}
+    for mini in minis[:-1]:
+        if update(model, masters, optimizer, mini, flags)["skipped"]:
+            raise UserError(f"lab.py ratio: an update of size {lr:g} was not finite; use smaller --sizes or --lr")
+        thetas.append({name: w.detach().clone() for name, w in masters.weights.items()})
     masters.release()
-    return new
+    return thetas
+
+
+def moved(thetas):
+    """Mean |theta_{M-1} - theta_0| of a weight, and the share of weights whose BF16 rounding changed."""
+    first, last = thetas[0], thetas[-1]
+    count = sum(w.numel() for w in first.values())
+    distance = sum((last[k] - w).abs().sum().item() for k, w in first.items()) / count
+    changed = sum((last[k].to(BF16) != w.to(BF16)).sum().item() for k, w in first.items()) / count
+    return {"moved": torch.tensor(distance), "changed": torch.tensor(changed)}
 
 
 def measure(model, weights, samples, names, args, folder, what, lr=None):
-    """name -> {"old", "new", "moved"}: log-probs in each arithmetic, kept in folder/what; old ones in folder/old, for all lr.
-    lr None: new is the old weights in another packing. moved: mean |new - old| of a weight."""
-    new, result, shared = None, {}, os.path.join(folder, f"old{len(samples)}")
+    """name -> {"old", "new", "entropy", "moved", "changed"} in each arithmetic, kept in folder/what (old: in folder/oldN, for
+    all lr). lr None: new is the old weights in another packing."""
+    made, size = [], len(samples) // args.updates
+    minis = [samples[k : k + size] for k in range(0, len(samples), size)]
 
-    def new_weights():  # made when first asked for: a resumed study may need none
-        nonlocal new
-        if new is None:
-            new = weights if lr is None else updated(model, weights, samples, args.flags, lr)
-        return new
+    def thetas():  # made when first asked for: a resumed study may need none
+        if not made:
+            made.extend(updated(model, weights, samples, args.flags, lr) if lr else [weights] * args.updates)
+        return made
 
-    def at(which, name, store=None, replay=False, shuffle=False):
-        load_weights(model, which, name)
-        with scales(store, replay) if store is not None else contextlib.nullcontext():
-            return score(model, samples, args.micro_tokens, args.temperature, shuffle)
+    def scored(name, which, stores=None, replay=False, shuffle=False):
+        parts = []
+        for k, mini in enumerate(minis):
+            load_weights(model, which[k], name)  # anew for each: recorded and replayed scales then come in the same order
+            with scales(stores[k], replay) if stores else contextlib.nullcontext():
+                parts.append(score(model, mini, args.micro_tokens, args.temperature, shuffle))
+        T = max(logp.shape[1] for logp, _ in parts)
+        return [torch.cat([torch.nn.functional.pad(part[i], (0, T - part[i].shape[1])) for part in parts]) for i in (0, 1)]
 
+    def old(name):
+        logp, entropy = scored(name, [weights] * len(minis))
+        return {"old": logp, "entropy": entropy}
+
+    def new(name):
+        stores = [[] for _ in minis] if name == "row+frozen" else None
+        if stores:
+            scored(name, [weights] * len(minis), stores)
+        return {"new": scored(name, thetas(), stores, replay=True, shuffle=lr is None)[0]} | moved(thetas())
+
+    result = {}
     for name in names:
-        start, store = time.perf_counter(), [] if name == "row+frozen" else None
-        path = os.path.join(folder, what, f"{name}.pt")
-        if store is not None and not os.path.exists(path):
-            at(weights, name, store)  # once more, for the scales
-        old = kept(os.path.join(shared, f"{name}.pt"), lambda name=name: {"old": at(weights, name)})
-        both = kept(path, lambda name=name, store=store: {
-            "new": at(new_weights(), name, store, replay=True, shuffle=lr is None),
-            "moved": torch.tensor(sum((new[k] - w).abs().sum().item() for k, w in weights.items())
-                                  / sum(w.numel() for w in weights.values())),
-        })  # fmt: skip
-        result[name] = old | both
+        start = time.perf_counter()
+        first = kept(os.path.join(folder, f"old{len(samples)}", f"{name}.pt"), lambda name=name: old(name))
+        result[name] = first | kept(os.path.join(folder, what, f"{name}.pt"), lambda name=name: new(name))
         print(f"{folder} {what} {name}: {time.perf_counter() - start:.0f} s", flush=True)
     return result
 
@@ -208,12 +228,28 @@ def collect(args):
         samples = sample(model, tokenizer, weights, own, args, args.flags, folder, seed)
         some = samples[: args.sweep_prompts * args.n]
         run = {"samples": samples, "some": some}
-        shared = (model, weights, some, PLAIN, args, folder)
-        run["phantom"] = measure(*shared, "phantom")
-        run["sweep"] = {lr: measure(*shared, f"sweep{lr:g}", lr) for lr in args.sizes}
+        if seed == 0:
+            shared = (model, weights, some, PLAIN, args, folder)
+            run["sweep"] = {lr: measure(*shared, f"sweep{lr:g}", lr) for lr in args.sizes}
+            run["phantom"] = measure(*shared, "phantom")
         run["main"] = measure(model, weights, samples, list(ARITHMETICS), args, folder, f"main{args.lr:g}", args.lr)
         seeds.append(run)
     return seeds
+
+
+def check_same_study(args):
+    """Refuse to mix --out's kept measurements with those of other flags; sizes, seeds and --run may grow."""
+    path = os.path.join(args.out, "study.json")
+    mine = {k: v for k, v in vars(args).items() if k not in ("flags", "out", "run", "seeds", "sizes", "lr")}
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as f:
+            held = json.load(f)
+        odd = [k for k in mine if held.get(k) != mine[k]]
+        if odd:
+            flag = f"--{odd[0].replace('_', '-')}"
+            raise UserError(f"--out {args.out} holds a study with {flag} {held.get(odd[0])}, not {mine[odd[0]]}; use another")
+    os.makedirs(args.out, exist_ok=True)
+    write_json(path, mine)
 
 
 def main(argv=None):
@@ -228,8 +264,8 @@ def main(argv=None):
     parser.add_argument("--rollout-precision", default="fp8-row", choices=list(precision.RECIPES))
     parser.add_argument("--masters", choices=["spread", "bf16", "file"], default="spread", help="where FP32 weights start")
     parser.add_argument("--adv", choices=["signs", "reward"], default="signs")
-    parser.add_argument("--lr", type=number(float, above=0), default=1e-5, help="size of the main set's updates")
-    parser.add_argument("--updates", type=number(int, 1), default=4, help="M, optimiser updates between old and new")
+    parser.add_argument("--lr", type=number(float, above=0), default=1e-6, help="size of the main set's updates")
+    parser.add_argument("--updates", type=number(int, 2), default=4, help="M, mini-batches of a step")
     parser.add_argument("--sizes", type=number(float, above=0), nargs="*", default=[1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4])
     parser.add_argument("--sweep-prompts", type=number(int, 1), default=2)
     parser.add_argument("--seeds", type=number(int, 1), default=3)
@@ -243,7 +279,9 @@ def main(argv=None):
     for flag, N in (("--prompts", args.prompts * args.n), ("--sweep-prompts", args.sweep_prompts * args.n)):
         if N % args.updates or N > args.prompts * args.n:
             raise UserError(f"{flag} x --n {args.n} = {N} answers do not split into --updates {args.updates} mini-batches")
+    check_same_study(args)
     shared = ["--model", args.model, "--precision", "bf16", "--correction", "none", "--clip-low", "0", "--clip-high", "1e9"]
+    shared += ["--rollout-precision", args.rollout_precision]
     shared += ["--updates-per-step", str(args.updates), "--prompts-per-step", str(args.prompts), "--group-size", str(args.n)]
     shared += ["--micro-tokens", str(args.micro_tokens), "--temperature", str(args.temperature), "--device", args.device]
     args.flags = parse_flags([*shared, "--max-tokens", str(args.max_tokens)])

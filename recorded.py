@@ -43,22 +43,40 @@ def save(folder, step, samples, args, tokenizer):
             f.write(json.dumps(plain(record | {"text": s["text"], "reward": s["reward"]})) + "\n")
 
 
+def check(folder, args):
+    """Before anything is loaded: raise UserError unless every step has its file; print where another model or sampler spoke."""
+    missing = [step for step in range(1, args.steps + 1) if not os.path.exists(path_of(folder, step))]
+    if missing:
+        names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+        steps = [int(m[1]) for name in names if (m := re.fullmatch(r"step_(\d+)\.jsonl", name))]
+        held = f"it holds steps {steps[0]} to {steps[-1]}; lower --steps" if steps else "it holds no step_*.jsonl"
+        held = held if os.path.isdir(folder) else "there is no such folder"
+        raise UserError(f"--load-rollouts {folder}: no {os.path.basename(path_of(folder, missing[0]))}; {held}")
+    with open(path_of(folder, 1), encoding="utf-8") as f:
+        head = parse(f.readline(), path_of(folder, 1), 1)
+    for name in ("model", "rollout_precision"):
+        if head.get(name) != getattr(args, name):
+            flag = f"--{name.replace('_', '-')}"
+            print(f"--load-rollouts {folder}: sampled with {flag} {head.get(name)}, not {getattr(args, name)}")
+
+
+def parse(line, path, i):
+    """A line as a dict."""
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{path} line {i} is not JSON ({error}); record the step again") from error
+    if not isinstance(record, dict):
+        raise UserError(f"{path} line {i} is not a JSON object; record the step again")
+    return record
+
+
 def load(folder, step, args, tokenizer):
     """A step's samples as `train_grpo.sample_and_grade` returns them. Raises UserError on a missing file, a damaged line, or
     conditions that differ from this run's flags."""
     path = path_of(folder, step)
-    if not os.path.exists(path):
-        names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-        steps = [int(m[1]) for name in names if (m := re.fullmatch(r"step_(\d+)\.jsonl", name))]
-        held = f"it holds steps {steps[0]} to {steps[-1]}; lower --steps" if steps else "it holds no step_*.jsonl"
-        raise UserError(f"--load-rollouts {folder}: no {os.path.basename(path)}; {held}")
-    records = []
     with open(path, encoding="utf-8") as f:
-        for i, line in enumerate(f, 1):
-            try:
-                records.append(json.loads(line))
-            except ValueError as error:
-                raise UserError(f"{path} line {i} is not JSON ({error}); record the step again") from error
+        records = [parse(line, path, i) for i, line in enumerate(f, 1)]
     head, *records = records or [{}]
     for name, value in conditions(args, tokenizer).items():
         if head.get(name) != value:
@@ -66,6 +84,11 @@ def load(folder, step, args, tokenizer):
             raise UserError(f"{path} was recorded with {name} {head.get(name)}, this run has {value}; change {flag}")
     if len(records) != args.prompts_per_step * args.group_size:
         raise UserError(f"{path} holds {len(records)} answers, not --prompts-per-step x --group-size; record the step again")
+    for i, r in enumerate(records, 2):
+        odd = [key for key in ("row", "token_ids", "logps", "finish_reason", "text", "reward") if key not in r]
+        if odd or not all(0 <= t < len(tokenizer) for t in r["token_ids"] + r["row"].get("prompt_ids", [-1])):
+            what = f"has no {odd[0]!r}" if odd else "holds token ids that the model's tokenizer does not have"
+            raise UserError(f"{path} line {i} {what}; record the step again")
     nan = float("nan")
     rewards = [nan if r["reward"] is None else r["reward"] for r in records]
     adv = clipping.group_advantages(torch.tensor(rewards), args.group_size, args.adv_scale).tolist()

@@ -117,7 +117,8 @@ def step_metrics(samples, updates, args, sec, lr, start):
     metrics |= {"skipped": sum(u["skipped"] for u in updates), "lr": lr}
     metrics |= {f"sec/{k}": v for k, v in sec.items()}
     tokens = sum(lengths)
-    metrics |= {"sec/step": time.perf_counter() - start, "tokens": tokens, "tok_per_s/rollout": tokens / sec["rollout"]}
+    metrics |= {"sec/step": time.perf_counter() - start, "tokens": tokens}
+    metrics |= {} if args.load_rollouts else {"tok_per_s/rollout": tokens / sec["rollout"]}
     metrics["tok_per_s/train"] = tokens / (sec["logp"] + sec["train"])
     cuda = torch.device(args.device).type == "cuda"
     peak = torch.cuda.max_memory_allocated(args.device) if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -133,6 +134,10 @@ def check_gate(args, metrics):
         bound = 0.5  # two recipes: the difference is the subject, not an error
     if args.gate is None and args.rollout_kernels == "exact":
         bound = 1e-6 if "fp32" in (args.precision, args.activations) else 1e-9  # bit-equal but for a last bit of FP32
+    if not metrics["n/mu"]:
+        raise UserError("gate: the engine returned no log-prob of any token it sampled; there is nothing to correct with")
+    if args.gate is None and args.activations == "fp32" and "fp8-tensor" not in names:
+        bound = min(bound, 0.02)
     if args.gate is None and args.load_rollouts:
         bound = 0  # the sampler was another run's
     gap, worst = float(metrics["mismatch/abs_dlogp_mean"]), float(metrics["mismatch/abs_dlogp_max"])
@@ -153,6 +158,8 @@ def check_gate(args, metrics):
 def setup(args):
     """Everything a run holds: model, tokenizer, masters, optimizer, engine, data; nothing is written yet."""
     function = reward.load_function(args.reward) if args.reward else None
+    if args.load_rollouts:
+        recorded.check(args.load_rollouts, args)
     torch.manual_seed(args.seed)  # nothing of ours draws from the global generator; a library might
     path = tiny.prepare() if args.model == "tiny" else args.model
     quantiser = dict(backend=args.fp8_backend, grad_dtype=args.fp8_grads, power_of_two=args.pow2_scales)
@@ -183,8 +190,9 @@ def setup(args):
     quantiser |= dict(dtype=wide)
     if args.engine == "vllm":
         quantiser |= dict(memory_fraction=args.vllm_memory, sleep_level=args.vllm_sleep, tensor_parallel=args.vllm_tp)
-    kind = "hf" if args.load_rollouts else args.engine  # recorded answers need no second engine
-    engine = make_engine(kind, model, tokenizer, args.rollout_precision, rows_at_once, kernels, **quantiser)
+        quantiser |= dict(max_model_len=args.max_prompt_tokens + args.max_tokens)
+    sampler = ("hf", args.precision) if args.load_rollouts else (args.engine, args.rollout_precision)  # recorded: no copy
+    engine = make_engine(sampler[0], model, tokenizer, sampler[1], rows_at_once, kernels, **quantiser)
     return SimpleNamespace(
         model=model, tokenizer=tokenizer, masters=masters, optimizer=optimizer, engine=engine,
         shuffled=data.Shuffled(rows, args.seed), function=function,
@@ -201,7 +209,7 @@ def restore(run, path, args):
     run.optimizer.load_state_dict({"state": optimizer_state["state"], "param_groups": groups})
     run.shuffled.load_state_dict(state["data"])
     run.done, run.summary = state["step"], state["summary"]
-    restore_method(run, state, path)
+    restore_method(run, state, args)
     if not args.eval_every:  # accuracies of earlier steps would pass for this run's result
         run.summary = {k: v for k, v in run.summary.items() if not k.startswith(("acc_", "se_", "len_"))}
     if run.done >= args.steps:
@@ -213,16 +221,23 @@ def restore(run, path, args):
             print(f"changed since the checkpoint: --{name.replace('_', '-')} {old} -> {new}")
 
 
-def restore_method(run, state, path):
+def stateful(run, args):
+    """The parts of the method that carry state from step to step: name -> object with state_dict."""
+    return ({"calib": run.calib} if args.clip == "calibrated" else {}) | ({"acrl": run.acrl} if run.acrl else {})
+
+
+def restore_method(run, state, args):
     """The calibration's and the controller's state; one saved under other flags is dropped with a line, and starts anew."""
-    for name in ("calib", "acrl"):
-        part = getattr(run, name)
-        if part is None or name not in state:
+    for name, part in stateful(run, args).items():
+        if name not in state:
+            print(f"--resume: the checkpoint has no state of {name}, which starts anew")
             continue
         try:
             part.load_state_dict(state[name])
         except ValueError as error:
-            print(f"resumed {path}: {error}; the calibration starts anew")
+            print(f"--resume: {error}; {name} starts anew")
+    if args.clip == "calibrated":
+        print(f"calibrated bounds: {run.calib.low:g} and {run.calib.high:g}")
 
 
 def held_out(run, args, when):
@@ -303,7 +318,7 @@ def train(args):
             print(f"step {step}: no update was made: no usable reward or no finite gradient (samples.jsonl shows the rewards)")
         if step == args.steps or (args.save_every and step % args.save_every == 0):
             state = {"step": step, "data": run.shuffled.state_dict(), "summary": summary, "flags": vars(args)}
-            state |= {name: part.state_dict() for name in ("calib", "acrl") if (part := getattr(run, name))}
+            state |= {name: part.state_dict() for name, part in stateful(run, args).items()}
             weights, optimizer_state = run.masters.weights, run.optimizer.state_dict()
             checkpoint.save(args.out, step, run.model, run.tokenizer, weights, optimizer_state, state, args.keep_last)
     log.close()

@@ -7,10 +7,11 @@ scales are taken per logical shard, so that they are those of the learner's sepa
 
 Weights. The engine starts from a temporary folder with config, tokenizer and dummy weights; `sync` streams the learner's BF16
 tensors through vLLM's public reload (`collective_rpc("reload_weights")`), which hands them to the model's own loader layer by
-layer and lets the quantisation method quantise anew: once per sync, not once per call. Then the prefix cache, which holds KV
-of old weights, is reset, and a fingerprint (sum and absolute sum of every parameter, fused ones compared with the sum of their
-parts) is checked against the learner's: an unknown, missing or stale weight is an error, not a slow drift. Tied embeddings are
-untied on vLLM's side: its reload leaves a tied lm_head with old weights.
+layer and lets the quantisation method quantise anew: once per sync, not once per call, into the memory of the last codes. The
+BF16 weights stay beside them (`--vllm-memory` has to hold both). Then the prefix cache, full of old weights' KV, is reset,
+names are compared, and a fingerprint (sum and absolute sum of every parameter, fused ones compared with the sum of their parts)
+is checked against the learner's: an unknown, missing or stale weight is an error, not a slow drift. Tied embeddings are untied
+on vLLM's side: its reload leaves a tied lm_head with old weights.
 
 Sampling. Token ids in, token ids out; each answer is its own request with its own seed; the sampled token's processed log-prob
 is found by its id. The engine's global side effects are contained: RNG states are put back after the start and each call.
@@ -19,8 +20,10 @@ is found by its id. The engine's global side effects are contained: RNG states a
 import contextlib
 import gc
 import os
+import random
 import tempfile
 
+import numpy
 import torch
 
 import fp8
@@ -126,7 +129,12 @@ class AlignedLinear(LinearMethodBase):
         if self.backend == "emulate":  # one GEMM for all shards: scales spread over the rows they belong to
             scales = [fp8.expand_scale(o.scale, (len(o.codes), o.scale.shape[1])).expand(len(o.codes), -1) for o in operands]
             operands = [fp8.Operand(torch.cat([o.codes for o in operands]), torch.cat(scales))]
-        layer.operands = operands
+        if hasattr(layer, "operands"):  # in place: CUDA graphs captured at the start go on reading the same memory
+            for old, new in zip(layer.operands, operands, strict=True):
+                old.codes.copy_(new.codes)
+                old.scale.copy_(new.scale)
+        else:
+            layer.operands = operands
 
     def apply(self, layer, x, bias=None):
         if self.granularity is None:
@@ -154,12 +162,14 @@ class AlignedLinear(LinearMethodBase):
 @contextlib.contextmanager
 def rng_untouched():
     """vLLM seeds the global generators at its start and draws from them in generate: put their states back."""
-    state = torch.get_rng_state()
+    state, others = torch.get_rng_state(), (random.getstate(), numpy.random.get_state())
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
     try:
         yield
     finally:
         torch.set_rng_state(state)
+        random.setstate(others[0])
+        numpy.random.set_state(others[1])
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
 
@@ -170,12 +180,13 @@ def parameter_names(model):
 
 def sums(named):
     """name -> (sum, absolute sum) in float64."""
-    return {name: (x.double().sum().item(), x.double().abs().sum().item()) for name, x in named}
+    wide = {"dtype": torch.float64}
+    return {name: (x.sum(**wide).item(), x.abs().sum(**wide).item()) for name, x in named}
 
 
 def parameter_sums(model):
-    """`sums` of every parameter, of all tensor-parallel shards; runs inside vLLM's worker."""
-    held, group = sums(model.named_parameters()), get_tp_group()
+    """`sums` of every parameter that is not FP8 codes, of all tensor-parallel shards; runs inside vLLM's worker."""
+    held, group = sums((name, p) for name, p in model.named_parameters() if p.element_size() > 1), get_tp_group()
     if group.world_size > 1:
         total = torch.tensor(list(held.values()), dtype=torch.float64)
         torch.distributed.all_reduce(total, group=group.cpu_group)
@@ -219,7 +230,7 @@ class VLLMEngine:
         """
         gpu = model.device.type == "cuda"
         config = model.config.get_text_config()
-        check_tensor_parallel(tensor_parallel)
+        check_tensor_parallel(tensor_parallel, getattr(config, "num_key_value_heads", tensor_parallel))
         self.eos, self.vocab = eos_ids(model, tokenizer), len(tokenizer)
         # ids past the tokenizer (padded embeddings) have no text: they are never sampled
         self.no_text = dict.fromkeys(range(self.vocab, config.vocab_size), -100.0)
@@ -240,24 +251,28 @@ class VLLMEngine:
         # A prompt prefilled in pieces makes vLLM rewind the request's generator, which a CPU generator cannot do: no pieces
         cpu_only = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(self.context, 2048)}
         set_num_threads = torch.set_num_threads
-        with rng_untouched():
+        # the learner's arithmetic, operation by operation: no fusion, which keeps FP32 between them, and no RoPE kernel
+        compilation = {"mode": 0} | ({} if own_rope else {"custom_ops": ["-rotary_embedding"]})
+        with rng_untouched(), failures_explained(memory_fraction):
             self.llm = LLM(
                 model=self.folder.name, dtype=str(self.dtype).removeprefix("torch."), load_format="dummy",
                 quantization=quantisation, max_model_len=self.context, max_num_seqs=max_rows,
                 logprobs_mode="processed_logprobs", enable_prefix_caching=True, enforce_eager=not gpu,
                 disable_log_stats=True, seed=0,
                 tensor_parallel_size=tensor_parallel,
-                **({} if own_rope or kernels == "native" else {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}),
+                **({} if kernels == "native" else {"compilation_config": compilation}),
                 **({"distributed_executor_backend": "external_launcher"} if tensor_parallel > 1 else {}),
                 **(gpu_only if gpu else cpu_only),
             )  # fmt: skip
         torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it for the whole process
         self.packed = self.llm.apply_model(packed_modules)[0]
-        self.names = set(self.llm.apply_model(parameter_names)[0]) if kernels == "aligned" else None
+        self.names = {name for name in self.llm.apply_model(parameter_names)[0] if "scale" not in name}
         self.buffers = self.llm.apply_model(buffer_sums)[0]
 
     def generate(self, prompt_ids, n=1, temperature=1.0, max_tokens=64, seed=0, progress=False, top_p=1.0):
         """As rollout.HFEngine.generate. A token whose log-prob vLLM did not return gets NaN, which the corrections count."""
+        if self.asleep:
+            raise UserError("vLLM sleeps since the last samples were taken: sync its weights before the next generate")
         check_prompts(prompt_ids, max_tokens, self.context)
         requests, params = [], []
         for i, ids in enumerate(prompt_ids):
@@ -305,15 +320,12 @@ class VLLMEngine:
                 self.asleep = False
             if not self.llm.reset_prefix_cache():
                 raise UserError("vLLM did not reset its prefix cache after the weight sync; is a request still running?")
-        if self.names is not None:
-            compare_names(sent, self.names)
+        compare_names(sent, self.names)
         if not check:
             return None
         held = self.llm.apply_model(parameter_sums)[0]
-        if self.names is None:  # native kernels replaced the linear weights by their codes
-            held = {name: pair for name, pair in held.items() if name in sent and not name.endswith("proj.weight")}
-            sent = {name: sent[name] for name in held}
-        compare_sums(sent, held, self.tensor_parallel)
+        unquantised = {name: pair for name, pair in sent.items() if name in held}  # native kernels hold codes of the others
+        compare_sums(unquantised, held, self.tensor_parallel)
         compare_sums(self.buffers, self.llm.apply_model(buffer_sums)[0])
         return held
 
@@ -332,7 +344,7 @@ class VLLMEngine:
             self.asleep = True
 
     def wake(self):
-        """Memory for the weights; `sync` fills them and then brings the KV cache back."""
+        """Memory for the weights, still empty; `sync`, which must follow, fills them and then brings the KV cache back."""
         if self.asleep:
             torch.cuda.empty_cache()  # what the learner freed must be the device's before vLLM asks for it
             self.llm.wake_up(tags=["weights"])
@@ -355,13 +367,19 @@ def failures_explained(memory_fraction):
         raise UserError(
             f"vLLM: out of GPU memory ({first}); lower --vllm-memory {memory_fraction:g} or --micro-tokens, then --resume"
         ) from error
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"vLLM: {' '.join(str(error).split())[:300]} (--vllm-memory is {memory_fraction:g})") from error
     except (EngineDeadError, EngineGenerateError) as error:
         cause = error.__cause__ or error.__context__ or error
         raise UserError(f"vLLM's engine died ({type(cause).__name__}: {cause}); go on with --resume") from error
 
 
-def check_tensor_parallel(size):
+def check_tensor_parallel(size, kv_heads):
     """--vllm-tp N takes N processes with one GPU each, started by a launcher: vLLM's external_launcher executor."""
+    if size > kv_heads:
+        raise UserError(f"--vllm-tp {size}: the model has {kv_heads} key-value heads, and copies of them cannot be checked")
     world = int(os.environ.get("WORLD_SIZE") or 1)
     if size > 1 and world % size:
         raise UserError(f"--vllm-tp {size} needs a multiple of {size} processes, found {world}: "

@@ -36,7 +36,7 @@ def call(controller, rows, adv, mask=None, make=f64):
 def primed(X, **kwargs):
     """A controller whose set point is frozen at X."""
     controller = ACRL(baseline_batches=1, **kwargs)
-    controller.load_state_dict({"X": X, "batches": 1})
+    controller.load_state_dict({"X": X, "batches": 1, "distance": controller.distance})
     return controller
 
 
@@ -133,7 +133,7 @@ def test_set_point_is_a_running_mean_that_freezes():
     assert [m["acrl/Y"] for m in seen] == pytest.approx(gaps)
     assert [m["acrl/X"] for m in seen] == pytest.approx([0.1, 0.2, 0.2, 0.2, 0.2])
     assert [m["acrl/alpha_pos"] for m in seen] == pytest.approx([0, -0.5, 0, -1, 0.75])  # each with its own batch in X
-    assert controller.state_dict() == {"X": pytest.approx(0.2), "batches": 3}
+    assert controller.state_dict() == {"X": pytest.approx(0.2), "batches": 3, "distance": "prob"}
 
 
 @pytest.mark.parametrize("cut", [1, 2, 4])
@@ -162,7 +162,7 @@ def test_nothing_usable_leaves_the_state():
         assert math.isnan(m["acrl/Y"]) and m["acrl/alpha_pos"] == 0 and m["acrl/X"] == before["X"]
         assert m["n/is"] == mask.sum()
     call(controller, [[(0.5, 0.3)]], [1])
-    assert controller.state_dict() == {"X": pytest.approx(0.15), "batches": 2}
+    assert controller.state_dict() == {"X": pytest.approx(0.15), "batches": 2, "distance": "prob"}
 
 
 def test_learner_equal_to_sampler():
@@ -302,4 +302,4 @@ def test_two_processes_are_one(tmp_path):
             assert x[name] == y[name] == pytest.approx(float(m[name]), rel=1e-12)
         assert x["n/is"] + y["n/is"] == m["n/is"] == 10
     assert x["acrl/alpha_pos"] < -0.1  # the third batch is wider than the first two: the controller acts
-    assert state == other == {"X": pytest.approx(alone.X, rel=1e-12), "batches": 2}
+    assert state == other == {"X": pytest.approx(alone.X, rel=1e-12), "batches": 2, "distance": "prob"}

@@ -48,18 +48,23 @@ def test_fp32_reference_is_the_same_weights_in_fp32(home):
     m = learner.split(samples_of([4, 7]), args, 0)[0][0]
     with torch.no_grad():
         expected, _ = token_logps(wide, m.batch)
+    m.shadow_rows = [0]
     held = {name: (p.data_ptr(), p.dtype) for name, p in model.named_parameters()}
     assert torch.equal(learner.shadow_logps(model, m, args), expected)
     assert held == {name: (p.data_ptr(), p.dtype) for name, p in model.named_parameters()}  # as it was
 
 
-@pytest.mark.parametrize("share,rows", [(1.0, [0, 1, 2, 3, 4, 5, 6, 7]), (0.5, [0, 2, 4, 6]), (0.25, [0, 4])])
+@pytest.mark.parametrize("share,rows", [(1.0, [0, 1, 2, 3, 4, 5, 6, 7]), (0.5, [1, 3, 5, 7]), (0.25, [3, 7]), (0.3, [3, 6])])
 def test_a_share_of_the_rows_is_spread_over_the_lengths(home, share, rows):
-    args = parts(home, *CALIBRATED, "--calib-share", share)[0]
-    assert list(range(8))[learner.shadow_rows(args)] == rows
-    args, model, _, minis = passes(home, *CALIBRATED, "--calib-share", share, "--micro-tokens", 1000)
-    m = minis[0][0]
-    assert m.old_logp_hp.shape == (len(range(4)[learner.shadow_rows(args)]), m.mask.shape[1])
+    minis = passes(home, *CALIBRATED, "--calib-share", share, "--micro-tokens", 30)[3]
+    micros = [m for mini in minis for m in mini]
+    assert len(micros) > 2
+    chosen, i = [], 0
+    for m in micros:
+        chosen += [i + row for row in m.shadow_rows]
+        i += len(m.adv)
+        assert m.old_logp_hp is None if not m.shadow_rows else m.old_logp_hp.shape == (len(m.shadow_rows), m.mask.shape[1])
+    assert chosen == rows
 
 
 def test_update_observes_the_ratio_of_the_loss(home):
@@ -107,8 +112,9 @@ def test_resume_carries_the_method_s_state(home, tmp_path, method):
     run(home, tmp_path / "out", *flags, "--steps", 4, "--resume")
     assert without_timings(rows_of(tmp_path / "out")) == without_timings(rows_of(tmp_path / "whole"))
     states = [checkpoint.load(str(tmp_path / x / "checkpoints" / "step_000004"))[2] for x in ("out", "whole")]
-    assert states[0]["calib"] == states[1]["calib"] and states[0].get("acrl") == states[1].get("acrl")
-    assert states[0]["calib"]["calibrations"] == (4 if "calibrated" in method else 0)
+    assert states[0].get("calib") == states[1].get("calib") and states[0].get("acrl") == states[1].get("acrl")
+    assert ("calib" in states[0]) == ("calibrated" in method) and ("acrl" in states[0]) == ("acrl" in method)
+    assert "calib" not in states[0] or states[0]["calib"]["calibrations"] == 4
     assert same(*(tensors(tmp_path / x / "checkpoints" / "step_000004") for x in ("out", "whole")))
 
 
@@ -116,7 +122,31 @@ def test_changed_calibration_starts_anew_with_a_line(home, tmp_path, capsys):
     run(home, tmp_path / "out", *CALIBRATED, "--steps", 1)
     capsys.readouterr()
     run(home, tmp_path / "out", *CALIBRATED, "--steps", 2, "--resume", "--calib-delta", 0.01, 0.1)
-    assert "delta_low was 0.05, is 0.01; the calibration starts anew" in capsys.readouterr().out
+    assert "delta_low was 0.05, is 0.01; calib starts anew" in capsys.readouterr().out
+
+
+def test_another_clip_or_distance_starts_anew_on_resume(home, tmp_path, capsys):
+    flags = ("--precision", "fp8-row", "--correction", "acrl")
+    run(home, tmp_path / "out", *flags, "--steps", 1)
+    capsys.readouterr()
+    changed = ("--clip", "calibrated", "--acrl-distance", "logp")
+    rows = run(home, tmp_path / "out", *flags, "--steps", 2, "--resume", *changed)
+    out = capsys.readouterr().out
+    assert "no state of calib, which starts anew" in out and "a distance of prob, not of logp; acrl starts anew" in out
+    assert (rows[1]["clip/low"], rows[1]["clip/high"]) == ("0.6", "1.8") and float(rows[1]["acrl/alpha_pos"]) == 0
+
+
+def test_bf16_reference_is_bf16_when_activations_are_fp32(home):
+    args, _, _ = parts(home, *CALIBRATED, "--activations", "fp32")
+    narrow, wide = parts(home, "--precision", "bf16")[1], parts(home, "--precision", "fp8-row")[1]
+    precision.Masters(narrow, torch.bfloat16)
+    precision.Masters(wide, torch.bfloat16, held_in=torch.float32)
+    m = learner.split(samples_of([4, 7]), args, 0)[0][0]
+    m.shadow_rows = [0]
+    with torch.no_grad():
+        expected, _ = token_logps(narrow, m.batch)
+    assert torch.equal(learner.shadow_logps(wide, m, args), expected)
+    assert all(p.dtype == torch.float32 for p in wide.parameters())
 
 
 def test_bapo_bounds_come_from_the_mini_batch_itself(home):
@@ -193,8 +223,15 @@ def test_recorded_rollouts_that_do_not_fit_are_refused(home, tmp_path):
     (folder / "step_000001.jsonl").write_text("\n".join([*lines[:3], lines[3][:20]]))
     with pytest.raises(UserError, match="step_000001.jsonl line 4 is not JSON"):
         run(home, tmp_path / "d", "--load-rollouts", folder)
-    with pytest.raises(UserError, match="it holds no step_"):
-        run(home, tmp_path / "e", "--load-rollouts", tmp_path / "nowhere")
+    with pytest.raises(UserError, match="there is no such folder"):
+        run(home, tmp_path / "e", "--load-rollouts", tmp_path / "nowhere", "--dry-run")
+    unknown = ('"token_ids": [', '"token_ids": [99, ', "token ids that the model's")
+    for old, new, message in (('"text"', '"txet"', "line 2 has no 'text'"), unknown):
+        broken = [lines[0], *(line.replace(old, new) for line in lines[1:])]
+        (folder / "step_000001.jsonl").write_text("\n".join(broken))
+        with pytest.raises(UserError, match=message):
+            run(home, tmp_path / f"f{len(new)}", "--load-rollouts", folder)
+    assert not (tmp_path / "e").exists()
 
 
 def test_missing_log_probs_and_rewards_survive_recording(home, tmp_path):
@@ -223,6 +260,18 @@ def test_missing_log_probs_and_rewards_survive_recording(home, tmp_path):
     (("--save-rollouts", "--load-rollouts", "x"), ("--save-rollouts", "--load-rollouts")),
     (("--load-rollouts", "x", "--engine", "vllm"), ("--engine vllm", "--load-rollouts")),
     (("--vllm-memory", "0.5"), ("--vllm-memory", "--engine hf")),
+    (("--vllm-sleep", "1", "--engine", "vllm"), ("--vllm-sleep", "on cpu")),
+    (("--clip", "bapo", "--clip-low", "0.7"), ("--clip-low", "--clip bapo")),
+    (("--clip", "calibrated", "--calib-stages", "lower", "--calib-upper", "tail"), ("--calib-upper", "--calib-stages lower")),
+    (("--clip", "calibrated", "--calib-stages", "upper", "--calib-lower", "quantile"), ("--calib-lower", "--calib-stages up")),
+    (("--rollout-precision", "fp32", "--activations", "fp32"), ("--activations fp32", "--rollout-precision fp32")),
+    (("--activations", "fp32", "--fp8-backend", "scaled_mm"), ("--activations fp32", "--fp8-backend scaled_mm")),
+    (("--engine", "vllm", "--vllm-tp", "2"), ("--vllm-tp 2", "not built yet")),
+    (("--engine", "vllm", "--device", "cuda:1"), ("--engine vllm", "--device cuda:1", "CUDA_VISIBLE_DEVICES=1")),
+    (("--clip", "calibrated", "--calib-init", "0.3", "1.8"), ("--calib-init", "--calib-range-low")),
+    (("--clip", "calibrated", "--calib-init", "1.1", "1.8"), ("--calib-init",)),
+    (("--clip", "calibrated", "--calib-range-low", "0.5", "0.91"), ("--calib-range-low",)),
+    (("--clip", "calibrated", "--calib-range-high", "1.2", "100000"), ("--calib-range-high",)),
     (("--activations", "fp32", "--precision", "fp32"), ("--activations fp32", "--precision fp32")),
 ])  # fmt: skip
 def test_flags_that_do_not_go_together_are_both_named(home, extra, words):
@@ -231,14 +280,10 @@ def test_flags_that_do_not_go_together_are_both_named(home, extra, words):
     assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("extra", [("--calib-init", "1.1", "1.8"), ("--calib-range-low", "0.5", "0.91"), ("--clip-low", "0")])
-def test_calibration_flags_out_of_range_are_one_line(home, extra):
-    args = train_grpo.parse_flags(argv(home, "unused", "--clip", "calibrated", *extra))
-    if extra[0] == "--clip-low":
-        assert isinstance(learner.make_calibration(args), calibrated.CalibratedClipping)  # 0 is a lower bound
-        return
-    with pytest.raises(UserError, match="--calib-init, --calib-range-low"):
-        learner.make_calibration(args)
+def test_cispo_has_no_lower_bound_unless_asked_for(home):
+    bounds = lambda *extra: (lambda a: (a.clip_low, a.clip_high))(train_grpo.parse_flags(argv(home, "unused", *extra)))  # noqa: E731
+    assert bounds() == (0.8, 1.24) and bounds("--objective", "cispo") == (0.0, 1.24)
+    assert bounds("--objective", "cispo", "--clip-low", "0.8") == (0.8, 1.24)
 
 
 def test_activations_in_fp32_train_and_agree_with_the_sampler(home, tmp_path):
