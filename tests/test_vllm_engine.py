@@ -20,9 +20,15 @@ if torch.cuda.is_available():
 PROMPTS = [[5, 6, 7, 13, 8, 9, 3, 14], [4, 13, 5, 14], [9, 9, 9, 13, 9, 9, 9, 14]]
 
 
-def make(recipe, seed=0, tied=True):
+def make(recipe, seed=0, tied=True, kv_heads=2):
+    """An untrained model; with one KV head of 64 rows, 128 x 128 blocks of the fused q, k, v straddle its parts."""
     tokenizer = tiny.make_tokenizer()
     model = tiny.make_model(tokenizer, seed).eval()
+    if kv_heads != 2:
+        model.config.num_key_value_heads = kv_heads
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = type(model)(model.config).eval()
     if not tied:
         model.config.tie_word_embeddings = False
         model.lm_head.weight = torch.nn.Parameter(tiny.make_model(tokenizer, seed + 100).lm_head.weight.detach())
@@ -36,7 +42,7 @@ def make(recipe, seed=0, tied=True):
 
 @pytest.fixture(scope="module", params=["bf16", "fp8-row", "fp8-block"])
 def pair(request):
-    model, tokenizer = make(request.param)
+    model, tokenizer = make(request.param, kv_heads=1)
     state = torch.get_rng_state()
     threads = torch.get_num_threads()
     engine = make_engine("vllm", model, tokenizer, request.param, max_rows=64)
@@ -61,7 +67,7 @@ def test_log_probs_are_the_learners(pair):
     old, mu, mask = logps_of_learner(model, PROMPTS, completions, 16)
     gap = mismatch_metrics(old, mu, mask)["mismatch/abs_dlogp_mean"]
     assert gap < (0.03 if recipe == "bf16" else 0.15), gap
-    other = make(recipe, seed=1)[0]  # another model is far away: the bound above means something
+    other = make(recipe, seed=1, kv_heads=1)[0]  # another model is far away: the bound above means something
     old, mu, mask = logps_of_learner(other, PROMPTS, completions, 16)
     assert mismatch_metrics(old, mu, mask)["mismatch/abs_dlogp_mean"] > 0.5
 
@@ -93,10 +99,16 @@ def test_order_seeds_and_finish_reasons(pair):
         assert c.finish_reason == "stop" or len(c.token_ids) == 6
 
 
+def operand_pointers(vllm_model):
+    layers = [m for m in vllm_model.modules() if hasattr(m, "operands")]
+    return [x.data_ptr() for layer in layers for operand in layer.operands for x in operand]
+
+
 def test_sync_brings_new_weights_and_brings_back_the_old(pair):
     recipe, model, tokenizer, engine = pair
     before = engine.generate(PROMPTS, 2, 1.0, 8, seed=5)
-    other, _ = make(recipe, seed=2)
+    other, _ = make(recipe, seed=2, kv_heads=1)
+    pointers = engine.llm.apply_model(operand_pointers)
     print_before = engine.sync(model.named_parameters())
     assert engine.sync(other.named_parameters()) != print_before
     changed = engine.generate(PROMPTS, 2, 1.0, 8, seed=5)
@@ -104,6 +116,8 @@ def test_sync_brings_new_weights_and_brings_back_the_old(pair):
     old, mu, mask = logps_of_learner(other, PROMPTS, changed, 2)
     assert mismatch_metrics(old, mu, mask)["mismatch/abs_dlogp_mean"] < 0.15
     assert engine.sync(model.named_parameters()) == print_before
+    assert engine.llm.apply_model(operand_pointers) == pointers  # in place, as captured CUDA graphs need it
+    assert recipe == "bf16" or len(pointers[0]) == 2 * 4 * 4  # codes and scales of four layers' four matrices
     assert engine.generate(PROMPTS, 2, 1.0, 8, seed=5) == before  # bit for bit, prefix cache included
 
 
@@ -133,6 +147,9 @@ def test_fused_shards_have_the_learners_scales(pair):
     assert torch.equal(operand.codes, torch.cat([o.codes for o in parts]))
     scales = [fp8.expand_scale(o.scale, (len(o.codes), o.scale.shape[1])).expand(len(o.codes), -1) for o in parts]
     assert torch.equal(operand.scale, torch.cat(scales))
+    whole = torch.cat([p.weight.detach() for p in (attention.q_proj, attention.k_proj, attention.v_proj)])
+    one = fp8.make_operand(whole, attention.q_proj.granularity, torch.float8_e4m3fn, "emulate", (128, 128))
+    assert torch.equal(one.codes, operand.codes) == (recipe == "fp8-row")  # quantising the fused matrix would not do for blocks
 
 
 def test_prompts_that_do_not_fit_are_refused(pair):
@@ -220,6 +237,20 @@ def test_wake_order_weights_then_reload_then_kv_cache_then_prefix_reset():
     assert engine.llm.calls == [] and not engine.asleep
 
 
+def test_a_sleeping_engine_does_not_sample():
+    engine = fake_engine(FakeLLM(), sleep_level=1)
+    engine.sleep()
+    with pytest.raises(UserError, match="sync its weights before the next generate"):
+        engine.generate([[3]], 1, 1.0, 4)
+
+
+def test_a_start_that_vllm_refuses_is_one_line():
+    model, tokenizer = make("bf16")
+    model.config.max_position_embeddings = 4_000_000  # more KV cache than the CPU's share
+    with pytest.raises(UserError, match="vLLM: .*KV cache"):
+        make_engine("vllm", model, tokenizer, "bf16", max_rows=4)
+
+
 def test_names_are_compared_even_without_a_fingerprint():
     engine = fake_engine(FakeLLM(), 0)
     engine.names = {"a.weight", "b.weight"}
@@ -262,11 +293,13 @@ def test_tensor_parallel_needs_its_processes(monkeypatch):
     from vllm_engine import check_tensor_parallel
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    check_tensor_parallel(1)
+    check_tensor_parallel(1, 2)
     with pytest.raises(UserError, match="--vllm-tp 2 needs a multiple of 2 processes, found 1"):
-        check_tensor_parallel(2)
+        check_tensor_parallel(2, 2)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    check_tensor_parallel(2)
+    check_tensor_parallel(2, 2)
+    with pytest.raises(UserError, match="--vllm-tp 4: the model has 2 key-value heads"):
+        check_tensor_parallel(4, 2)
 
 
 def test_ids_without_text_are_never_sampled(pair):
@@ -325,6 +358,7 @@ RANKS = """
 import sys, torch
 torch.distributed.init_process_group("gloo")
 sys.path[:0] = ["tests", "."]
+import fp8
 from test_vllm_engine import PROMPTS, make, logps_of_learner
 from clipping import mismatch_metrics
 from rollout import make_engine
@@ -334,6 +368,18 @@ engine = make_engine("vllm", model, tokenizer, recipe, max_rows=16, tensor_paral
 engine.sync(model.named_parameters())
 drawn = engine.generate(PROMPTS, 4, 1.0, 16, seed=2)
 old, mu, mask = logps_of_learner(model, PROMPTS, drawn, 4)
+
+def check_codes(vllm_model):  # this rank's shard of o_proj holds the learner's codes: its scales span both ranks
+    layer = vllm_model.model.layers[0].self_attn.o_proj
+    if not hasattr(layer, "operands"):
+        return True
+    o_proj = model.model.layers[0].self_attn.o_proj
+    whole = fp8.make_operand(o_proj.weight.detach(), o_proj.granularity, torch.float8_e4m3fn, "emulate", (128, 128))
+    width = layer.operands[0].codes.shape[1]
+    start = width * torch.distributed.get_rank() if width < whole.codes.shape[1] else 0
+    return torch.equal(layer.operands[0].codes, whole.codes[:, start : start + width])
+
+assert engine.llm.apply_model(check_codes)[0]
 gap, ids = mismatch_metrics(old, mu, mask)["mismatch/abs_dlogp_mean"], [c.token_ids for c in drawn]
 print("RESULT", torch.distributed.get_rank(), float(gap), hash(str(ids)))
 """
