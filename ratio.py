@@ -62,7 +62,7 @@ ARITHMETICS = {
     "row+frozen": ("fp8-row", {}, BF16, BF16),
     "row+fp32": ("fp8-row", {}, BF16, FP32),
 }
-PLAIN = ("fp32", "bf16", "fp8-tensor", "fp8-row", "fp8-block")  # what the sweep over sizes looks at
+PLAIN = ("fp32", "bf16", "fp8-tensor", "fp8-row", "fp8-block")  # what every seed and the sweep over sizes look at
 
 
 @contextlib.contextmanager
@@ -232,7 +232,8 @@ def collect(args):
             shared = (model, weights, some, PLAIN, args, folder)
             run["sweep"] = {lr: measure(*shared, f"sweep{lr:g}", lr) for lr in args.sizes}
             run["phantom"] = measure(*shared, "phantom")
-        run["main"] = measure(model, weights, samples, list(ARITHMETICS), args, folder, f"main{args.lr:g}", args.lr)
+        names = list(ARITHMETICS) if seed < args.all_seeds else PLAIN
+        run["main"] = measure(model, weights, samples, names, args, folder, f"main{args.lr:g}", args.lr)
         seeds.append(run)
     return seeds
 
@@ -240,7 +241,7 @@ def collect(args):
 def check_same_study(args):
     """Refuse to mix --out's kept measurements with those of other flags; sizes, seeds and --run may grow."""
     path = os.path.join(args.out, "study.json")
-    mine = {k: v for k, v in vars(args).items() if k not in ("flags", "out", "run", "seeds", "sizes", "lr")}
+    mine = {k: v for k, v in vars(args).items() if k not in ("flags", "out", "run", "seeds", "sizes", "lr", "all_seeds")}
     if os.path.exists(path):
         with open(path, encoding="utf-8") as f:
             held = json.load(f)
@@ -269,6 +270,7 @@ def main(argv=None):
     parser.add_argument("--sizes", type=number(float, above=0), nargs="*", default=[1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4])
     parser.add_argument("--sweep-prompts", type=number(int, 1), default=2)
     parser.add_argument("--seeds", type=number(int, 1), default=3)
+    parser.add_argument("--all-seeds", type=number(int, 0), default=1, help="seeds with every arithmetic; the others: five")
     parser.add_argument("--micro-tokens", type=number(int, 1), default=4096)
     parser.add_argument("--rows", type=number(int, 1), default=128, help="sequences decoded at once")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

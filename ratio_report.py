@@ -138,8 +138,9 @@ def held_out(t, ref):
             if (fit & here).any():
                 decided["per-bin"] |= test & here & (t["logr"] <= bound_of(t["logr"][fit & here], low_ref[fit & here]))
         decided["shrunk"] |= test & (shrunk <= bound_of(shrunk[fit], low_ref[fit]))
-    across = [direction(t, ref, neg & (t["seed"] != s), neg & (t["seed"] == s))[1] for s in t["seed"].unique()]
-    if len(across) > 1:
+    each = t["seed"].unique()
+    if len(each) > 1:
+        across = [direction(t, ref, neg & (t["seed"] != s), neg & (t["seed"] == s))[1] for s in each]
         row |= {"seeds: smallest": min(across), "seeds: largest": max(across)}
     for name, clipped in ({"plain": neg & (t["logr"] <= math.log(LOW))} | decided).items():
         both = (clipped & low_ref).sum().item()
@@ -183,16 +184,15 @@ def spread(t, ref, policy):
 
 def table(seeds, what, reference):
     """One row per arithmetic: spread, calibration targets, held-out test."""
-    seeds = seeds if what == "main" else seeds[:1]
-    names = list(what_of(seeds[0], what))
-    ref, policy = flat(seeds, what, reference), flat(seeds, what, "fp32")
-    rows = []
-    for name in names:
-        t = flat(seeds, what, name)
+    seeds, rows = seeds if what == "main" else seeds[:1], []
+    for name in what_of(seeds[0], what):
+        have = [run for run in seeds if {name, reference} <= what_of(run, what).keys()]
+        t, ref, policy = (flat(have, what, x) for x in (name, reference, "fp32"))
         m = calibrate(t, ref)
         row = {"set": what if isinstance(what, str) else f"{what:g}", "reference": reference, "arithmetic": name}
+        row["seeds"] = len(have)
         for key in ("moved", "changed"):
-            row[key] = sum(what_of(run, what)[name][key].item() for run in seeds) / len(seeds)
+            row[key] = sum(what_of(run, what)[name][key].item() for run in have) / len(have)
         row |= spread(t, ref, policy) | {"over %": 100 * m["clip/over"], "under %": 100 * m["clip/under"]}
         row |= {k: m[f"calib/{k}"] for k in ("f1", "precision", "recall", "alpha_low", "rho_hp", "rho_ref", "rho")}
         row |= {f"over % of answers at {k} nats": 100 * m[f"calib/over_rate/{k}"] for k in ("0-0.2", "0.2-0.5", "0.5-1", "1+")}

@@ -135,7 +135,8 @@ def test_study_from_sampling_to_picture_and_its_second_call(folder, tmp_path, mo
     assert float(phantom["fp32"]["std log r"]) < 1e-4 < float(phantom["fp8-tensor"]["std log r"])
     assert float(phantom["fp32"]["moved"]) == 0
     stamps = {path: os.path.getmtime(path) for path in out.rglob("*.pt")}
-    assert len(stamps) == 2 * (9 + 9) + 5 + 2 * 5 and (out / "ratio.png").stat().st_size > 10_000
+    assert {name: r["seeds"] for name, r in main.items()} == {n: "2" if n in ratio.PLAIN else "1" for n in ratio.ARITHMETICS}
+    assert len(stamps) == 2 * 9 + 2 * 5 + 5 + 2 * 5 and (out / "ratio.png").stat().st_size > 10_000
     assert (out / "stability.csv").exists() and "| fp8-block |" in capsys.readouterr().out
     monkeypatch.setattr(ratio, "score", None)  # everything measured is kept
     monkeypatch.setattr(ratio, "updated", None)
