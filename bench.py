@@ -166,7 +166,7 @@ def bench_rollout(args):
     runs, before, syncs = {}, {}, {}  # name -> tokens sampled by one call; what comes before it; seconds of that
     for recipe in args.precisions:
         model, tokenizer, _ = precision.load_model(path, recipe, args.device)
-        prompts = [row["prompt_ids"] for row in data.load("arith:train", tokenizer)[: args.sequences]]
+        prompts = [row["prompt_ids"] for row in data.load(args.data, tokenizer)[: args.sequences]]
         engine = make_engine("hf", model, tokenizer, recipe, max_rows=args.sequences)
 
         def sample(engine=engine, prompts=prompts):
@@ -178,7 +178,7 @@ def bench_rollout(args):
 
         runs[f"generate {recipe}"], runs[f"engine {recipe}"] = baseline, sample
         if args.vllm:
-            vllm = make_engine("vllm", model, tokenizer, recipe, max_rows=args.sequences)
+            vllm = make_engine("vllm", model, tokenizer, recipe, max_rows=args.sequences, compile=args.vllm_compile)
             runs[f"vllm {recipe}"] = lambda vllm=vllm, prompts=prompts, sample=sample: sample(vllm, prompts)
             before[f"vllm {recipe}"] = lambda vllm=vllm, model=model: vllm.sync(model.named_parameters(), check=False)
     times = {name: [] for name in runs}
@@ -190,7 +190,9 @@ def bench_rollout(args):
             if k:
                 times[name].append(tokens / seconds)
     where = f"{args.device}, {torch.get_num_threads()} threads"
-    print(f"{path}, {args.sequences} sequences, up to {args.max_tokens} tokens, {where}")
+    lengths = sorted(len(p) for p in prompts)
+    print(f"{path}, {args.data}: {len(prompts)} prompts of {lengths[0]} to {lengths[-1]} tokens, "
+          f"up to {args.max_tokens} sampled, {where}")
     yardstick = next(iter(times))
     first = statistics.median(times[yardstick])
     for name, speeds in times.items():
@@ -211,11 +213,15 @@ def main():
     parser.add_argument("--out", default="out/bench", help="gpu: run folder of the demo steps")
     parser.add_argument("--model", default="tiny", help="rollout: folder, or `tiny`")
     parser.add_argument("--precisions", nargs="+", default=["bf16", "fp8-row"], help="rollout: recipes; generate: yardstick")
+    parser.add_argument("--vllm-compile", action="store_true", help="rollout: with vLLM's own compilation; a slow start")
     parser.add_argument("--vllm", action="store_true", help="rollout: vLLM with the learner's quantiser as well")
+    parser.add_argument("--data", default="arith:train", help="rollout: prompts, as train_grpo.py's --data")
     parser.add_argument("--sequences", type=number(int, 1), default=64, help="rollout")
     parser.add_argument("--max-tokens", type=number(int, 1), default=64, help="rollout")
     parser.add_argument("--repeats", type=number(int, 1), default=5, help="rollout")
     args = parser.parse_args()
+    if args.vllm_compile and not args.vllm:
+        raise UserError("--vllm-compile has no effect without --vllm; give both")
     if args.what == "gpu" and args.demo_steps and os.path.exists(args.out):
         raise UserError(f"--out {args.out} exists; delete it or choose another folder for the demo steps")
     bench_gpu(args) if args.what == "gpu" else bench_rollout(args)

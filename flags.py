@@ -116,6 +116,7 @@ def make_parser(description):
     g.add_argument("--vllm-memory", type=number(float, above=0, high=1), default=0.4, help="share of the GPU's memory for vLLM")
     g.add_argument("--vllm-sleep", type=number(int, 0, 2), default=2,
                    help="vLLM on a GPU while the learner trains: 2 drops its weights, 1 parks them in CPU memory, 0 stays")
+    g.add_argument("--vllm-compile", action="store_true", help="faster after a slow start; rounds less like the learner")
     g.add_argument("--vllm-tp", type=number(int, 1), default=1, help="GPUs, one process each, that share one vLLM engine")
     g.add_argument("--sync-check-every", type=number(int, 0), default=10,
                    help="steps between comparisons of the engine's weights with the learner's; also at start; 0 = only then")
@@ -139,7 +140,7 @@ def check_without_effect(args, parser):
     idle = {"tis_cap": args.correction == "tis", "tis_level": args.correction == "tis"}
     idle |= {f"{name}_{end}": args.correction == name for name in ("icepop", "mis") for end in ("low", "high")}
     idle |= dict.fromkeys(("fp8_backend", "fp8_grads", "pow2_scales", "keep_bf16"), fp8)
-    idle |= dict.fromkeys(("vllm_memory", "vllm_sleep", "vllm_tp"), args.engine == "vllm")
+    idle |= dict.fromkeys(("vllm_memory", "vllm_sleep", "vllm_tp", "vllm_compile"), args.engine == "vllm")
     idle |= dict.fromkeys(("acrl_gamma", "acrl_baseline", "acrl_distance"), args.correction == "acrl")
     calibrated, shadow = args.clip == "calibrated", args.clip == "calibrated" or args.shadow_every > 0
     idle |= {name: calibrated for name in vars(args) if name.startswith("calib_")}

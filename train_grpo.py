@@ -190,6 +190,7 @@ def setup(args):
     quantiser |= dict(dtype=wide)
     if args.engine == "vllm":
         quantiser |= dict(memory_fraction=args.vllm_memory, sleep_level=args.vllm_sleep, tensor_parallel=args.vllm_tp)
+        quantiser |= dict(compile=args.vllm_compile)
         quantiser |= dict(max_model_len=args.max_prompt_tokens + args.max_tokens)
     sampler = ("hf", args.precision) if args.load_rollouts else (args.engine, args.rollout_precision)  # recorded: no copy
     engine = make_engine(sampler[0], model, tokenizer, sampler[1], rows_at_once, kernels, **quantiser)

@@ -144,4 +144,4 @@ def test_rollout_prints_every_engine(monkeypatch, capsys, tmp_path):
     run_main(bench.main)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines[1:]] == ["generate bf16", "engine bf16", "generate fp8-row", "engine fp8-row"]
-    assert "1.00 of generate bf16" in lines[1] and "4 sequences, up to 6 tokens" in lines[0]
+    assert "1.00 of generate bf16" in lines[1] and "4 prompts of 8 to 8 tokens, up to 6 sampled" in lines[0]
