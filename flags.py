@@ -197,7 +197,6 @@ def check_method(args):
         number = args.device.removeprefix("cuda:")
         raise UserError(f"--engine vllm takes the first GPU it sees, not --device {args.device}; "
                         f"set CUDA_VISIBLE_DEVICES={number} and --device cuda")
-    make_calibration(args)
     if args.load_rollouts and args.save_rollouts:
         raise UserError("--save-rollouts would copy what --load-rollouts reads; leave one of the two out")
 
@@ -253,6 +252,7 @@ def parse_flags(argv=None, doc=__doc__):
         raise UserError(f"{bounds} bound a ratio: low < 1 < high, e.g. 0.8 and 1.24")
     if args.dual_clip and args.dual_clip <= args.clip_high:
         raise UserError(f"--dual-clip {args.dual_clip} must be above --clip-high {args.clip_high}; 0 switches it off")
+    make_calibration(args)  # its own checks, before anything is loaded
     if args.eval_every and not args.eval_data:
         args.eval_every = 0  # nothing to evaluate on: printed with the other flags
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
