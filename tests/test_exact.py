@@ -542,7 +542,8 @@ def test_a_run_has_no_mismatch(tmp_path, monkeypatch, capsys, recipe):
 def test_the_gate_is_zero():
     args = parse_flags(["--rollout-kernels", "exact"])
     with pytest.raises(UserError, match="gate"):
-        train_grpo.check_gate(args, {"mismatch/abs_dlogp_mean": 1e-6, "mismatch/abs_dlogp_max": 1e-3})
+        gaps = {"mismatch/abs_dlogp_mean": 1e-6, "mismatch/abs_dlogp_max": 1e-3, "n/mu": 9.0, "entropy": 1.0}
+        train_grpo.check_gate(args, gaps)
 
 
 # -----------------------------------------------------------------------------

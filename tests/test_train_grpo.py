@@ -740,7 +740,8 @@ def test_gate_bounds():
     def bound(learner, sampler, gap, gate=None):
         args = train_grpo.parse_flags(["--precision", learner, "--rollout-precision", sampler, "--device", "cpu"])
         args.gate = gate
-        train_grpo.check_gate(args, {"mismatch/abs_dlogp_mean": gap, "mismatch/abs_dlogp_max": 1.0})
+        gaps = {"mismatch/abs_dlogp_mean": gap, "mismatch/abs_dlogp_max": 1.0}
+        train_grpo.check_gate(args, gaps | {"n/mu": 10.0, "entropy": 1.0})
 
     for learner, sampler, good, bad in [("fp32", "fp32", 9e-4, 2e-3), ("bf16", "bf16", 0.04, 0.06),
                                         ("fp8-row", "fp8-row", 0.19, 0.21), ("bf16", "fp8-row", 0.49, 0.51)]:
@@ -834,3 +835,18 @@ def test_model_without_an_eos_is_one_line(home, tmp_path, monkeypatch, capsys):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     line = fails(monkeypatch, capsys, argv(home, tmp_path / "out", "--model", folder))
     assert "EOS" in line and not (tmp_path / "out").exists()
+
+
+def test_gate_fails_where_the_engine_returned_no_log_prob():
+    args = train_grpo.parse_flags(["--device", "cpu"])
+    gaps = {"mismatch/abs_dlogp_mean": 0.0, "mismatch/abs_dlogp_max": 0.0, "n/mu": 0.0}
+    with pytest.raises(UserError, match="no log-prob of any token"):
+        train_grpo.check_gate(args, gaps | {"entropy": 0.5})
+    train_grpo.check_gate(args, gaps | {"entropy": math.nan})  # no answer has a reward: nothing to compare
+
+
+def test_gate_is_tight_where_activations_are_fp32():
+    args = train_grpo.parse_flags(["--device", "cpu", "--activations", "fp32"])
+    gaps = {"mismatch/abs_dlogp_mean": 0.03, "mismatch/abs_dlogp_max": 0.1, "n/mu": 9.0, "entropy": 1.0}
+    with pytest.raises(UserError, match="is above 0.02"):
+        train_grpo.check_gate(args, gaps)
