@@ -255,7 +255,7 @@ def estimate(row, value, low, high):
 
 def report(seeds, args):
     """ratio.csv (all sets and references), stability.csv, ratio.md (the short form) and ratio.png in --out."""
-    sets = [("main", "bf16"), ("main", "fp32"), ("main", "bf16w")]
+    sets = [("main", reference) for reference in ("bf16", "fp32", "bf16w") if reference in seeds[0]["main"]]
     sets += [(what, reference) for what in ("phantom", *args.sizes) for reference in ("bf16", "fp32")]
     rows = [row for what, reference in sets for row in table(seeds, what, reference)]
     write_csv(os.path.join(args.out, "ratio.csv"), rows)

@@ -138,6 +138,7 @@ def test_study_from_sampling_to_picture_and_its_second_call(folder, tmp_path, mo
     assert {name: r["seeds"] for name, r in main.items()} == {n: "2" if n in ratio.PLAIN else "1" for n in ratio.ARITHMETICS}
     assert len(stamps) == 2 * 9 + 2 * 5 + 5 + 2 * 5 and (out / "ratio.png").stat().st_size > 10_000
     assert (out / "stability.csv").exists() and "| fp8-block |" in capsys.readouterr().out
+    ratio.main([*flags.split(), "--device", "cpu", "--all-seeds", "0"])  # fewer arithmetics than were measured
     monkeypatch.setattr(ratio, "score", None)  # everything measured is kept
     monkeypatch.setattr(ratio, "updated", None)
     ratio.main([*flags.split(), "--device", "cpu"])
