@@ -281,7 +281,7 @@ def draw(seeds, rows, args):
     middles = {id(x): (x[1:] + x[:-1]) / 2 for x in (bins, levels)}
     for k, (name, t) in enumerate(tokens.items()):
         for sign, style in ((-1, "-"), (1, ":")):
-            counts = torch.histogram(t["logr"][t["adv"] == sign].float(), bins, density=True).hist
+            counts = torch.histogram(t["logr"][t["adv"].sign() == sign].float(), bins, density=True).hist
             label = f"{name} A {'<' if sign < 0 else '>'} 0"
             axes[0].plot(middles[id(bins)], counts, style, color=f"C{k}", label=label)
         r = t["logr"][t["adv"] < 0].exp()
@@ -292,10 +292,11 @@ def draw(seeds, rows, args):
             axes[2].plot(middles[id(levels)], [d[where == b].mean() for b in range(10)], color=f"C{k}", label=name)
     for bound in (LOW, HIGH):
         axes[0].axvline(math.log(bound), color="grey", lw=0.8)
+    axes[0].set_yscale("log")
     axes[1].axvline(LOW, color="grey", lw=0.8)
     sweep = [row for row in rows if row["reference"] == "bf16" and row["set"] not in ("main", "phantom")]
     for name in ("fp32", *SHOWN):
-        points = [(float(row["set"]), max(row["std log r"], 1e-9)) for row in sweep if row["arithmetic"] == name]
+        points = sorted((float(row["set"]), max(row["std log r"], 1e-9)) for row in sweep if row["arithmetic"] == name)
         axes[3].loglog(*zip(*points, strict=True), "o-", label=name) if points else None
     titles = [("log r", "density", "log r by sign, reference bounds in grey"), ("lower bound", "share clipped", "A < 0 tokens"),
               ("token's old probability", "mean |log r - log r of BF16|", "noise"),
