@@ -244,6 +244,7 @@ def test_a_sleeping_engine_does_not_sample():
         engine.generate([[3]], 1, 1.0, 4)
 
 
+@pytest.mark.slow
 def test_a_start_that_vllm_refuses_is_one_line():
     model, tokenizer = make("bf16")
     model.config.max_position_embeddings = 4_000_000  # more KV cache than the CPU's share
