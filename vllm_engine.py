@@ -186,7 +186,10 @@ def sums(named):
 
 def parameter_sums(model):
     """`sums` of every parameter that is not FP8 codes, of all tensor-parallel shards; runs inside vLLM's worker."""
-    held, group = sums((name, p) for name, p in model.named_parameters() if p.element_size() > 1), get_tp_group()
+    vocabulary = {f"{name}.weight": m.shard_indices for name, m in model.named_modules() if hasattr(m, "shard_indices")}
+    rows = {name: shard.num_org_elements for name, shard in vocabulary.items()}  # without the padding of sharded vocabularies
+    named = ((name, p[: rows.get(name, len(p))]) for name, p in model.named_parameters() if p.element_size() > 1)
+    held, group = sums(named), get_tp_group()
     if group.world_size > 1:
         total = torch.tensor(list(held.values()), dtype=torch.float64)
         torch.distributed.all_reduce(total, group=group.cpu_group)
