@@ -136,7 +136,7 @@ def check_gate(args, metrics):
         bound = 1e-6 if "fp32" in (args.precision, args.activations) else 1e-9  # bit-equal but for a last bit of FP32
     if not metrics["n/mu"] and float(metrics["entropy"]) >= 0:  # NaN: no answer has a reward, so nothing was compared
         raise UserError("gate: the engine returned no log-prob of any token it sampled; there is nothing to correct with")
-    if args.gate is None and args.activations == "fp32" and "fp8-tensor" not in names:
+    if args.gate is None and args.activations == "fp32" and len(set(names)) == 1 and "fp8-tensor" not in names:
         bound = min(bound, 0.02)
     if args.gate is None and args.load_rollouts:
         bound = 0  # the sampler was another run's

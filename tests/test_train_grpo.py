@@ -850,3 +850,6 @@ def test_gate_is_tight_where_activations_are_fp32():
     gaps = {"mismatch/abs_dlogp_mean": 0.03, "mismatch/abs_dlogp_max": 0.1, "n/mu": 9.0, "entropy": 1.0}
     with pytest.raises(UserError, match="is above 0.02"):
         train_grpo.check_gate(args, gaps)
+    mixed = "--device cpu --activations fp32 --rollout-precision fp8-row --precision bf16"
+    two = train_grpo.parse_flags(mixed.split())
+    train_grpo.check_gate(two, gaps)  # two recipes: the difference is the subject, not an error
