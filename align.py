@@ -10,15 +10,15 @@ answers, both learners scoring the same ones. Then the FP8 recipes again with on
     pow2        scales rounded up to powers of two, both sides: an amax off by one BF16 step no longer moves every code
     products    codes multiplied in FP32 instead of BF16, both sides: the GEMM's shape no longer shows in its rounding
     norm        vLLM's RMSNorm takes the rounded residual sum, as transformers does, not the FP32 one
-    rope        vLLM's RoPE rounds after each multiplication, as transformers does, not once; our engine's default since
+    rope        vLLM's RoPE rounds after each multiplication, as transformers does, not once
     attention   the learner's attention is summed in FP64 and rounded once (exact.py)
     fp32        everything but the FP8 operands in FP32, residual stream and norms included, both sides
     all         pow2, products, norm, rope and attention; fp32+pow2: those two
 
-`plain` is vLLM as it comes, RoPE kernel included. `norm` exchanges forward methods of vLLM's modules through its public
-`apply_model`: fit for a study. Why small things matter: a difference of one BF16 step in one element flips an E4M3 code with
-probability about 1/16, one flipped code moves the next layer's outputs by about one BF16 step, and a few layers on the
-roundings of the two sides are unrelated.
+`plain` is vLLM as it comes; our engine's default is now `norm+rope` on a CPU, `rope` on a GPU.
+
+Why small things matter: a difference of one BF16 step in one element flips an E4M3 code with probability about 1/16, one flipped
+code moves the next layer's outputs by about one BF16 step, and a few layers on the roundings of the two sides are unrelated.
 
     python align.py --model tiny --prompts 256 --max-tokens 40 --out out/align/tiny
     python align.py --model out/smollm2 --prompts 64 --max-tokens 64 --out out/align/smollm2
@@ -68,21 +68,6 @@ def make_learner(path, recipe, device, quantiser, dtype=None, equal=()):
     return model, tokenizer
 
 
-def use_rounded_norms(vllm_model):
-    """RMSNorm as transformers computes it: the residual sum is rounded to BF16 first. Runs inside vLLM's worker."""
-    for module in vllm_model.modules():
-        if type(module).__name__ == "RMSNorm":
-            module.forward = lambda x, residual=None, norm=module: rounded_norm(norm, x, residual)
-
-
-def rounded_norm(norm, x, residual):
-    total = x if residual is None else x + residual
-    h = total.float()
-    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
-    out = norm.weight * h.to(total.dtype)
-    return out if residual is None else (out, total)
-
-
 @torch.no_grad()
 def score(model, prompts, completions, n, temperature):
     """(old, mu, mask) of all answers, (answers, T); the learner sees padded micro-batches by length, as in training."""
@@ -124,11 +109,9 @@ def study(args, path):
     for kind, recipe, arm in tqdm(plan, desc="alignment", disable=None):
         quantiser, dtype, equal = ARMS[arm]
         aligned, _ = make_learner(path, recipe, args.device, quantiser, dtype, equal)
-        extra = {"dtype": dtype, "own_rope": "rope" not in equal} if kind == "vllm" else {}
+        extra = {"dtype": dtype, "own_rope": "rope" not in equal, "own_norm": "norm" not in equal} if kind == "vllm" else {}
         engine = make_engine(kind, aligned, tokenizer, recipe, args.rows, **quantiser, **extra)
         engine.sync(aligned.named_parameters())
-        if "norm" in equal:
-            engine.llm.apply_model(use_rounded_norms)
         sampler = {"engine": kind, "recipe": recipe, "arm": arm}
         rows.append(measure(sampler, engine, {"aligned": aligned, "bf16": bf16}, prompts, args))
         engine.close()

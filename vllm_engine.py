@@ -202,6 +202,21 @@ def buffer_sums(model):
     return sums(model.named_buffers())
 
 
+def use_rounded_norms(vllm_model):
+    """RMSNorm as transformers computes it: the residual sum is rounded to BF16 first. Runs inside vLLM's worker."""
+    for module in vllm_model.modules():
+        if type(module).__name__ == "RMSNorm":
+            module.forward = lambda x, residual=None, norm=module: rounded_norm(norm, x, residual)
+
+
+def rounded_norm(norm, x, residual):
+    total = x if residual is None else x + residual
+    h = total.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    out = norm.weight * h.to(total.dtype)
+    return out if residual is None else (out, total)
+
+
 def packed_modules(model):
     """vLLM's fused modules: fused name -> the names of its parts."""
     return dict(getattr(model, "packed_modules_mapping", {}))
@@ -223,6 +238,7 @@ class VLLMEngine:
         max_model_len=None,
         dtype=None,
         own_rope=False,
+        own_norm=False,
         compile=False,
         **quantiser,
     ):
@@ -231,6 +247,7 @@ class VLLMEngine:
         memory_fraction, sleep_level: of the GPU; tensor_parallel > 1: one process per GPU of the group, started by a launcher
         dtype: of all but the linear layers' operands, by default the recipe's; quantiser: precision.convert's arguments
         compile: by Inductor: 1.8 times as fast on a CPU after a start of a minute or more; fused kernels round elsewhere
+        own_norm: vLLM's RMSNorm, which takes the residual sum before its rounding (always so on a GPU: CUDA graphs)
         own_rope: vLLM's RoPE kernel, which rounds once, not the learner's arithmetic: most of a small model's gap (align.py)
         """
         gpu = model.device.type == "cuda"
@@ -271,6 +288,8 @@ class VLLMEngine:
                 **(gpu_only if gpu else cpu_only),
             )  # fmt: skip
         torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it for the whole process
+        if not (own_norm or gpu or compile):  # captured graphs and compiled code would not notice
+            self.llm.apply_model(use_rounded_norms)
         self.packed = self.llm.apply_model(packed_modules)[0]
         self.names = {name for name in self.llm.apply_model(parameter_names)[0] if "scale" not in name}
         self.buffers = self.llm.apply_model(buffer_sums)[0]
