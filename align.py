@@ -17,7 +17,7 @@ answers, both learners scoring the same ones. Then the FP8 recipes again with on
 
 `plain` is vLLM as it comes; our engine's default is now `norm+rope` on a CPU, `rope` on a GPU.
 
-Why small things matter: a difference of one BF16 step in one element flips an E4M3 code with probability about 1/16, one flipped
+Why small things matter: a difference of one BF16 step in one element flips an E4M3 code with probability about 1/16, a flipped
 code moves the next layer's outputs by about one BF16 step, and a few layers on the roundings of the two sides are unrelated.
 
     python align.py --model tiny --prompts 256 --max-tokens 40 --out out/align/tiny
