@@ -10,21 +10,25 @@ A save goes to `.tmp-step_000006` beside it, is flushed to the disk file by file
 full disk at any moment leaves the previous checkpoint as it was. `latest` checks sizes as well and falls back to the one
 before, because a copy or a failing disk can still cut a file short.
 
-    path = save("out", 6, model, tokenizer, dict(model.named_parameters()), optimizer.state_dict(), {"step": 6})
-    weights, optimizer_state, state = load(latest("out"))
+    path = save("out", 6, model, tokenizer, dict(model.named_parameters()), optimizer.state_dict(), {"rng": rng_state()})
+    weights, optimizer_state, state = load(latest("out"))      # maps of the files: see `load`
+    set_rng_state(state["rng"])
 
 Only one process may save. Weights are saved in the dtype they have; what is low precision is made from them after a load.
 """
 
+import base64
 import copy
 import json
 import os
 import pickle
+import random
 import re
 import shutil
 import sys
 import zipfile
 
+import numpy
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -35,8 +39,12 @@ FILES = ("config.json", "tokenizer_config.json", "model.safetensors", "optimizer
 HEADROOM = 32 * 2**20  # bytes asked of the disk beyond the tensors: tokenizer, JSON files, headers
 
 
-def save(out_dir, step, model, tokenizer, weights, optimizer_state, state, keep_last=0):
-    """Write the checkpoint of `step` finished steps and return its folder; `keep_last=0` keeps every older one."""
+def save(out_dir, step, model, tokenizer, weights, optimizer_state, state, keep_last=0, best=None):
+    """Write the checkpoint of `step` finished steps and return its folder.
+
+    keep_last   how many of the newest stay; 0 keeps every older one. What goes, goes after the new one is whole
+    best        the step of the run's best checkpoint so far (it may be this one): it stays as well, until another is the best
+    """
     root, name = os.path.join(out_dir, "checkpoints"), f"step_{step:06d}"
     final, temp, old = (os.path.join(root, prefix + name) for prefix in ("", ".tmp-", ".old-"))
     weights, aliases = plain_weights(model, weights)
@@ -63,7 +71,7 @@ def save(out_dir, step, model, tokenizer, weights, optimizer_state, state, keep_
         shutil.rmtree(temp, ignore_errors=True)  # there only after a failure
     clean(root)
     whole = [path for path in folders(root) if number(path) <= step and damage(path) is None] if keep_last else []
-    for path in whole[keep_last:]:
+    for path in [path for path in whole[keep_last:] if number(path) != best]:
         gone = os.path.join(root, ".tmp-" + os.path.basename(path))  # a kill must not leave half a folder under its name
         os.replace(path, gone)
         shutil.rmtree(gone)
@@ -191,15 +199,21 @@ def latest(out_dir):
 
 
 def load(path):
-    """(weights by name, optimizer state, state) of a checkpoint, on the CPU."""
+    """(weights by name, optimizer state, state) of a checkpoint, on the CPU.
+
+    The tensors are private maps of the files: a page is read when it is first touched, processes that read the same file share
+    it, and writing to a tensor copies the page and leaves the file alone. They stay good when the checkpoint is replaced or
+    pruned meanwhile: that unlinks files and never overwrites one (on NFS, unlinking by another machine does break them).
+    """
     name = "model.safetensors"
     try:
-        with safe_open(os.path.join(path, name), "pt") as f:
+        with safe_open(os.path.join(path, name), "pt") as f:  # its default backend maps the file, get_tensor does not copy
             weights = {key: f.get_tensor(key) for key in f.keys()}
             aliases = json.loads((f.metadata() or {}).get("aliases", "{}"))
             weights |= {alias: weights[key] for alias, key in aliases.items()}
         name = "optimizer.pt"
-        optimizer_state = torch.load(os.path.join(path, name), map_location="cpu", weights_only=True)
+        is_zip = zipfile.is_zipfile(os.path.join(path, name))  # asked to map what is none, torch tells how to save it instead
+        optimizer_state = torch.load(os.path.join(path, name), map_location="cpu", weights_only=True, mmap=is_zip)
         name = "state.json"
         with open(os.path.join(path, name), encoding="utf-8") as f:
             state = json.load(f)
@@ -208,3 +222,41 @@ def load(path):
         raise UserError(f"cannot read {os.path.join(path, name)}: {reason}; delete the folder to resume from the "
                         "checkpoint before it") from error
     return weights, optimizer_state, state
+
+
+def encode(array):
+    return base64.b64encode(array.tobytes()).decode("ascii")
+
+
+def decode(text, dtype):
+    return numpy.frombuffer(base64.b64decode(text), dtype).copy()  # torch takes no read-only memory
+
+
+def rng_state():
+    """The state of every global generator, for state.json: Python's, numpy's legacy one, torch's on the CPU and, once this
+    process uses CUDA, on each GPU it sees. Generators that code makes for itself (torch.Generator) are that code's to save."""
+    version, words, gauss = random.getstate()
+    name, key, position, has_gauss, cached = numpy.random.get_state()
+    state = {
+        "python": [version, encode(numpy.array(words, "<u4")), gauss],
+        "numpy": [name, encode(key.astype("<u4")), int(position), int(has_gauss), float(cached)],
+        "torch": encode(torch.get_rng_state().numpy()),
+    }
+    if torch.cuda.is_initialized():  # asking sooner would start CUDA in a process that does without
+        state["cuda"] = [encode(one.numpy()) for one in torch.cuda.get_rng_state_all()]
+    return state
+
+
+def set_rng_state(state):
+    """Put every generator back where `rng_state` found it; the CUDA part may be missing. A state of more GPUs than there are
+    here (a run that moved to a CPU) is used as far as it goes, with one line on stderr."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(decode(words, "<u4").tolist()), gauss))
+    name, key, *rest = state["numpy"]
+    numpy.random.set_state((name, decode(key, "<u4"), *rest))
+    torch.set_rng_state(torch.from_numpy(decode(state["torch"], "u1")))
+    saved, here = state.get("cuda", []), torch.cuda.device_count()
+    if len(saved) > here:
+        print(f"warning: the checkpoint has the random state of {len(saved)} GPUs, here are {here}", file=sys.stderr)
+    if saved and here:
+        torch.cuda.set_rng_state_all([torch.from_numpy(decode(one, "u1")) for one in saved[:here]])

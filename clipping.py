@@ -127,6 +127,29 @@ def policy_loss(new_logp, old_logp, adv, mask, low=0.8, high=1.24, dual_clip=Non
     return _aggregate(loss, mask, agg, denom, norm_length), _clip_metrics(d.detach(), adv, mask, clipped, low, high)
 
 
+def kl_loss(new_logp, ref_logp, mask, estimator="k3", agg="token-mean", denom=None, norm_length=None):
+    """Divergence from a reference policy, to be added to (6) with a coefficient: log-probs and bool mask (B, T) -> (0-dim loss,
+    metrics kl_ref/k1, kl_ref/k3: means over masked tokens). With d = new - ref of tokens drawn from the policy, the three
+    estimators of KL(new || ref) (Schulman) are not three gradients of it:
+
+        estimator    value              gradient through new_logp       its mean over tokens of the policy
+        k1           d                  grad new                        0: a loss of k1 pulls nowhere, it only adds noise
+        k2           d^2 / 2            d grad new                      the gradient of KL(new || ref)
+        k3           exp(-d) - 1 + d    (1 - exp(-d)) grad new          that of KL(ref || new); GRPO's (arXiv:2402.03300)
+
+    d is clamped to +-20. Tokens were drawn from the sampler, not from new: no ratio corrects for that here, as in GRPO.
+    ValueError: shapes, mask not bool, estimator.
+    """
+    _check(mask, new_logp=new_logp, ref_logp=ref_logp)
+    if estimator not in ("k1", "k2", "k3"):
+        raise ValueError(f"estimator is k1, k2 or k3, got {estimator!r}")
+    d = torch.where(mask, _up(new_logp) - _up(ref_logp.detach()), 0).clamp(-MAX_LOG, MAX_LOG)
+    value = {"k1": d, "k2": d.square() / 2, "k3": torch.expm1(-d) + d}[estimator]
+    wide = d.detach().double()
+    metrics = {"kl_ref/k1": _mean(wide, mask), "kl_ref/k3": _mean((-wide).expm1() + wide, mask)}
+    return _aggregate(value, mask, agg, denom, norm_length), metrics
+
+
 @torch.no_grad()
 def tis_weight(old_logp, mu_logp, mask, cap=2.0, level="token"):
     """Truncated importance sampling, min(w, cap): log-probs (B, T) -> (weight (B, T) in [0, cap], detached; metrics).

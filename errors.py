@@ -7,11 +7,16 @@ library parts may catch it as one. Scripts end with `run_main(main)` and read th
 import argparse
 import json
 import math
+import os
 import sys
 
 
 class UserError(ValueError):
     """A mistake the user can mend: the message is one line that names the flag, file or layer and the fix."""
+
+
+class Everywhere(UserError):
+    """A UserError that every process of a run raises: told once."""
 
 
 class Flags(argparse.ArgumentParser):
@@ -60,13 +65,22 @@ def check_device(device):
         raise UserError(f"--device {device}: {str(error).splitlines()[0]}") from error
 
 
+def met():
+    """Whether this process has met the others of its run (parallel.start); the grading workers have no torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def run_main(main):
     """Call `main()`; print a UserError as one line on stderr and exit with 2, Ctrl-C as one line and 130; let every other
-    exception through."""
+    exception through. Of several processes each tells its own mistakes, the first alone those of all (flags, Everywhere)."""
+    rank = int(os.environ.get("RANK") or 0)
     try:
         main()
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        common = isinstance(error, Everywhere) or not met()
+        if rank == 0 or not common:
+            print(f"error: {f'rank {rank}: ' * (rank > 0)}{' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted: rows and samples up to the last finished step are in the run folder, a training run goes on with "

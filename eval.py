@@ -41,6 +41,7 @@ import torch
 
 import checkpoint
 import data
+import parallel
 import precision
 import reward
 import sources
@@ -116,33 +117,40 @@ def summarise(scores, answers, n, ks=None):
 
 
 def evaluate(engine, tokenizer, rows, n=4, temperature=1.0, max_tokens=64, seed=0, progress=True, top_p=1.0, ks=None,
-             function=None):  # fmt: skip
+             function=None, together=1):  # fmt: skip
     """Sample n answers per row and grade them: (summary, records).
 
     summary: summarise's, with len_mean (tokens), trunc_frac, tokens, seconds (sampling and grading), tok_per_s (sampling);
     records: one dict per answer, in order, for JSONL. ks: see pass@k, default powers of two; function: reward.score's.
+    Several processes share the rows, `together` ranks in a row the same part, and all of them get the result.
     """
-    start = time.perf_counter()
+    start, share = time.perf_counter(), parallel.block(len(rows), together)
+    mine = rows[slice(*share)]
     options = {"top_p": top_p} if top_p < 1 else {}  # engines need not know it otherwise
-    prompts = [row["prompt_ids"] for row in rows]
+    options |= {"first": share[0]} if share[0] else {}
+    prompts, progress = [row["prompt_ids"] for row in mine], progress and parallel.is_main()
     completions = engine.generate(prompts, n, temperature, max_tokens, seed, progress=progress, **options)
-    sampling = time.perf_counter() - start
+    sampling = parallel.largest(time.perf_counter() - start)
     texts = [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
     truncated = [c.finish_reason == "length" for c in completions]
-    each = [row for row in rows for _ in range(n)]
+    each = [row for row in mine for _ in range(n)]
     scores = reward.score(each, texts, truncated, function=function, progress=progress)
     assert len(scores) == len(each), f"{len(scores)} rewards for {len(each)} answers"
     answers = [None if cut else reward.extract_answer(text) for text, cut in zip(texts, truncated, strict=True)]
+    lengths = [len(c.token_ids) for c in completions]
+    graded = parallel.gather(list(zip(texts, truncated, scores, answers, lengths, strict=True)), together)
+    texts, truncated, scores, answers, lengths = map(list, zip(*graded, strict=True))
     summary = summarise(scores, answers, n, ks)
     if not summary["problems"]:
         raise UserError("evaluation: no problem has a gold answer that can be graded")
-    tokens = sum(len(c.token_ids) for c in completions)
-    summary |= {"len_mean": tokens / len(completions), "trunc_frac": sum(truncated) / len(truncated), "tokens": tokens}
+    tokens = sum(lengths)
+    summary |= {"len_mean": tokens / len(texts), "trunc_frac": sum(truncated) / len(truncated), "tokens": tokens}
     summary |= {"seconds": time.perf_counter() - start, "tok_per_s": tokens / sampling}
+    each = [row for row in rows for _ in range(n)]
     records = [
         {"id": row["id"], "sample": i % n, "prompt": row["prompt"], "completion": text, "gold": row["answer"],
-         "answer": answer, "reward": score, "finish_reason": c.finish_reason}
-        for i, (row, c, text, answer, score) in enumerate(zip(each, completions, texts, answers, scores, strict=True))
+         "answer": answer, "reward": score, "finish_reason": "length" if cut else "stop"}
+        for i, (row, (text, cut, score, answer, _)) in enumerate(zip(each, graded, strict=True))
     ]  # fmt: skip
     return summary, records
 

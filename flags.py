@@ -1,13 +1,14 @@
 """The training scripts' flags: presets, groups, and the checks of one flag against another, before anything is loaded.
 
     args = parse_flags(argv)      # an argparse namespace; explicit flags beat --preset; mistakes are UserErrors
-"""
 
-import os
+train_dapo.py adds flags and presets of its own (`extend`, `presets`), and other defaults.
+"""
 
 import torch
 
 import clipping
+import parallel
 import precision
 from errors import Flags, UserError, json_object, number
 from learner import make_calibration
@@ -40,6 +41,8 @@ def add_method_flags(parser):
     g.add_argument("--clip-high", type=number(float, 0), help="upper bound of the ratio, 1.24; calibrated: BF16's")
     g.add_argument("--bapo-target", type=number(float, above=0), default=0.4, help="rho0, the positive tokens' part")
     g.add_argument("--dual-clip", type=number(float, 0), default=0.0, help="bound on r where A < 0, e.g. 3; 0 = off")
+    g.add_argument("--kl-coef", type=number(float, 0), default=0.0, help="weight of the KL to --model in the loss; 0 = none")
+    g.add_argument("--kl-estimator", choices=["k3", "k2", "k1"], default="k3", help="see clipping.kl_loss: gradients differ")
     g.add_argument("--correction", choices=CORRECTIONS, default="tis", help="sampler against learner")
     g.add_argument("--tis-cap", type=number(float, above=0), default=2.0)
     g.add_argument("--tis-level", choices=["token", "sequence"], default="token")
@@ -74,7 +77,7 @@ def add_calibration_flags(parser):
     g.add_argument("--shadow-every", type=number(int, 0), default=0, help="other clips: steps between measuring passes")
 
 
-def make_parser(description):
+def make_parser(description, presets):
     parser = Flags(description=description)
     g = parser.add_argument_group("model and data")
     g.add_argument("--model", default="tiny", help="transformers folder or hub name; `tiny` makes the embedded model")
@@ -89,7 +92,7 @@ def make_parser(description):
     g.add_argument("--max-prompt-tokens", type=number(int, 1), default=1024, help="longer prompts are dropped, with a count")
     g = parser.add_argument_group("run")
     g.add_argument("--out", default="out/run", help="run folder")
-    g.add_argument("--preset", choices=list(PRESETS), help="a set of flags; flags given explicitly win")
+    g.add_argument("--preset", choices=list(presets), help="a set of flags; flags given explicitly win")
     g.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0)
     g.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:N")
     g.add_argument("--dry-run", action="store_true", help="resolve flags, load model and data, stop before sampling")
@@ -100,7 +103,11 @@ def make_parser(description):
     g.add_argument("--eval-problems", type=number(int, 2), default=200)
     g.add_argument("--eval-n", type=number(int, 1), default=4, help="answers per held-out problem")
     g.add_argument("--log-samples", type=number(int, 0), default=16, help="answers a step in samples.jsonl")
+    g.add_argument("--keep-best", action="store_true", help="save whenever held-out accuracy is the best so far, and keep that")
+    g.add_argument("--save-before-seconds", type=number(float, 0), default=0.0,
+                   help="wall-clock limit: save and stop before it, exit code 0; 0 = none. SIGTERM and Ctrl-C save too")
     g.add_argument("--tensorboard", action="store_true")
+    g.add_argument("--wandb", action="store_true", help="also log there; absent or without a login, the run goes on")
     g.add_argument("--save-rollouts", action="store_true", help="keep every step's answers in --out/rollouts")
     g.add_argument("--load-rollouts", default="", metavar="DIR", help="train on recorded answers instead of sampling")
     g = parser.add_argument_group("batch")
@@ -109,6 +116,9 @@ def make_parser(description):
     g.add_argument("--group-size", type=number(int, 1), default=8, help="answers per prompt, at least 2")
     g.add_argument("--updates-per-step", type=number(int, 1), default=4, help="mini-batches a step")
     g.add_argument("--micro-tokens", type=number(int, 1), default=16384, help="padded tokens per forward and backward")
+    g = parser.add_argument_group("memory")
+    g.add_argument("--activation-checkpointing", action="store_true", help="keep decoder layers' inputs only; slower")
+    g.add_argument("--cpu-offload", action="store_true", help="several processes: sharded weights and AdamW in CPU memory")
     g = parser.add_argument_group("sampling")
     g.add_argument("--engine", choices=["hf", "vllm"], default="hf", help="transformers, or real vLLM (CPU too)")
     g.add_argument("--rollout-kernels", choices=["aligned", "native", "exact"], default="aligned",
@@ -125,8 +135,11 @@ def make_parser(description):
     g.add_argument("--rollout-rows", type=number(int, 1), default=256, help="sequences decoded at once")
     g.add_argument("--gate", type=number(float, 0), help="bound on step 0's mean |old_logp - mu_logp|; 0 = report only")
     g = parser.add_argument_group("optimiser")
-    g.add_argument("--lr", type=number(float, above=0), default=1e-6, help="constant after --warmup")
+    g.add_argument("--lr", type=number(float, above=0), default=1e-6, help="constant after --warmup, or see --lr-schedule")
     g.add_argument("--warmup", type=number(int, 0), default=0, help="steps of linear warm-up")
+    g.add_argument("--lr-schedule", choices=["constant", "linear", "cosine"], default="constant", help="after the warm-up")
+    g.add_argument("--lr-decay-steps", type=number(int, 0), default=0, help="step at which the decay ends, whatever --steps is")
+    g.add_argument("--lr-min-ratio", type=number(float, 0, 1), default=0.0, help="where it ends, as a share of --lr")
     g.add_argument("--weight-decay", type=number(float, 0), default=0.01)
     g.add_argument("--grad-clip", type=number(float, above=0), default=1.0, help="bound on the gradient's global norm")
     add_method_flags(parser)
@@ -151,13 +164,16 @@ def check_without_effect(args, parser):
     idle |= dict.fromkeys(("clip_low", "clip_high"), args.clip != "bapo")
     on_gpu = args.engine == "vllm" and torch.device(args.device).type == "cuda"
     idle |= {"vllm_memory": on_gpu, "vllm_sleep": on_gpu}
-    idle |= {"bapo_target": args.clip == "bapo", "shadow_every": not calibrated}
+    idle |= {"bapo_target": args.clip == "bapo", "shadow_every": not calibrated, "kl_estimator": args.kl_coef > 0}
+    idle |= dict.fromkeys(("lr_decay_steps", "lr_min_ratio"), args.lr_schedule != "constant")
     for name, used in idle.items():
         if not used and getattr(args, name) != parser.get_default(name):
             of_fp8 = name.startswith(("fp8", "pow2", "keep"))
             other = f"--precision {args.precision}" if of_fp8 else f"--correction {args.correction}"
             other = f"--engine {args.engine} on {args.device}" if name.startswith("vllm") else other
             other = f"--clip {args.clip}" if name.startswith(("calib", "bapo", "shadow", "clip")) else other
+            other = f"--lr-schedule {args.lr_schedule}" if name.startswith("lr") else other
+            other = f"--kl-coef {args.kl_coef:g}" if name.startswith("kl") else other
             if calibrated and name in ("calib_upper", "calib_lower"):
                 other = f"--calib-stages {args.calib_stages}"
             elif calibrated and name == "calib_range_low":
@@ -191,8 +207,11 @@ def check_method(args):
         raise UserError("--clip calibrated with --updates-per-step 1: the ratio is 1 and there is nothing to align; use 4")
     if args.load_rollouts and args.engine == "vllm":
         raise UserError("--engine vllm samples, --load-rollouts does not; leave one of the two out")
-    if args.vllm_tp > 1:
-        raise UserError(f"--vllm-tp {args.vllm_tp}: training on several processes is not built yet; leave it out")
+    if args.lr_schedule != "constant" and args.lr_decay_steps <= args.warmup:
+        raise UserError(f"--lr-schedule {args.lr_schedule} needs --lr-decay-steps above --warmup {args.warmup}: the step at "
+                        "which the decay ends")
+    if args.keep_best and not args.eval_every:
+        raise UserError("--keep-best goes by held-out accuracy; it needs --eval-every and --eval-data")
     if args.engine == "vllm" and args.device not in ("cpu", "cuda", "cuda:0"):
         number = args.device.removeprefix("cuda:")
         raise UserError(f"--engine vllm takes the first GPU it sees, not --device {args.device}; "
@@ -214,12 +233,40 @@ def check_activations(args):
         raise UserError("--activations fp32 and --rollout-kernels native: vLLM's FP8 kernels write BF16; use aligned")
 
 
-def parse_flags(argv=None, doc=__doc__):
+def check_processes(args):
+    """What several processes cannot do, or can alone. The launcher says how many there are."""
+    world = parallel.launched()
+    if args.vllm_tp > 1 and world % args.vllm_tp:
+        raise UserError(f"--vllm-tp {args.vllm_tp} needs a multiple of {args.vllm_tp} processes, found {world}: "
+                        f"accelerate launch --num_processes {args.vllm_tp} ...")
+    if args.cpu_offload and (world == 1 or args.device == "cpu"):
+        raise UserError("--cpu-offload moves the shards of several GPU processes into CPU memory; leave it out")
+    if world == 1:
+        return
+    if args.device not in ("cpu", "cuda"):
+        raise UserError(f"--device {args.device} with {world} processes: each takes the GPU of its number; use --device cuda")
+    size = args.prompts_per_step * args.group_size // args.updates_per_step
+    if size < world:
+        raise UserError(f"--updates-per-step {args.updates_per_step} leaves mini-batches of {size} answers for {world} "
+                        "processes; lower it, or raise --prompts-per-step")
+    if args.rollout_kernels == "exact":
+        raise UserError(f"--rollout-kernels exact runs sampler and learner in one module, which {world} processes shard; "
+                        "use one process")
+    wide = args.precision == "fp32" or args.activations == "fp32"
+    if (args.clip == "calibrated" or args.shadow_every) and (args.calib_reference == "fp32") != wide:
+        other = "--activations fp32" if args.activations == "fp32" else f"--precision {args.precision}"
+        raise UserError(f"--calib-reference {args.calib_reference} with {other} on {world} processes: sharded weights cannot "
+                        f"change their dtype; use --calib-reference {'fp32' if wide else 'bf16'}, or one process")
+
+
+def parse_flags(argv=None, doc=__doc__, presets=PRESETS, extend=None):
     """Flags with the preset's values as defaults, checked against each other before anything is loaded."""
-    parser = make_parser(doc.splitlines()[0])
+    parser = make_parser(doc.splitlines()[0], presets)
+    if extend:
+        extend(parser)
     args = parser.parse_args(argv)
     if args.preset:
-        parser.set_defaults(**PRESETS[args.preset])
+        parser.set_defaults(**presets[args.preset])
         args = parser.parse_args(argv)
     args.rollout_precision = args.rollout_precision or args.precision
     for flag in ("precision", "rollout_precision"):
@@ -255,6 +302,5 @@ def parse_flags(argv=None, doc=__doc__):
     make_calibration(args)  # its own checks, before anything is loaded
     if args.eval_every and not args.eval_data:
         args.eval_every = 0  # nothing to evaluate on: printed with the other flags
-    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        raise UserError("started with WORLD_SIZE > 1: training on several processes is not built yet; run one process")
+    check_processes(args)
     return args

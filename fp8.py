@@ -285,10 +285,11 @@ class FP8Linear(nn.Linear):
     """nn.Linear whose GEMMs take FP8 operands: same parameters, same state_dict. Made in place by `FP8Linear.of(linear)`."""
 
     @classmethod
-    def of(cls, linear, granularity, backend, grad_dtype=torch.float8_e4m3fn, power_of_two=False, fp32_products=False):
+    def of(cls, linear, granularity, backend, grad_dtype=torch.float8_e4m3fn, power_of_two=False, fp32_products=False,
+           device=None):
         """Turn an nn.Linear into an FP8Linear in place (its parameters and hooks stay the same objects) and return it.
-        Raises ValueError as `check` does."""
-        cls.check(linear, granularity, backend)
+        device: where it will run, if not where it is. Raises ValueError as `check` does."""
+        cls.check(linear, granularity, backend, device)
         linear.__class__ = cls
         linear.granularity, linear.backend, linear.grad_dtype = granularity, backend, grad_dtype
         linear.power_of_two, linear.fp32_products = power_of_two, fp32_products
@@ -298,7 +299,7 @@ class FP8Linear(nn.Linear):
         return linear
 
     @staticmethod
-    def check(linear, granularity, backend):
+    def check(linear, granularity, backend, device=None):
         """Raises ValueError if K or N is not a multiple of 16 (128 for blocks through scaled_mm) or the backend cannot run."""
         if granularity not in GRANULARITIES:
             raise ValueError(f"granularity {granularity!r} is not one of {', '.join(GRANULARITIES)}")
@@ -307,7 +308,7 @@ class FP8Linear(nn.Linear):
             sizes = f"in_features {linear.in_features} and out_features {linear.out_features}"
             raise ValueError(f"{sizes} must be multiples of {step} for an FP8 GEMM; pad them or use --precision bf16")
         if linear.weight.device.type != "meta":
-            check_backend(backend, granularity, linear.weight.device)
+            check_backend(backend, granularity, device or linear.weight.device)
 
     def forward(self, x):
         if not self.quantized or x.numel() == 0:
@@ -334,7 +335,9 @@ class FP8Linear(nn.Linear):
 
     def weight_operand(self, weight, products, transposed=False):
         """The cached operand of W (N, K), or of W^T (K, N), made from the weight rounded to BF16."""
-        if self.cache.get("of") is not weight:  # another tensor in the weight's place (torch.func.functional_call)
+        of = self.cache.get("of")  # held, so that no other tensor can come to lie at its address
+        if of is not weight and (of is None or of.data_ptr() != weight.data_ptr() or of.shape != weight.shape):
+            # another tensor in the weight's place (torch.func.functional_call); activation checkpointing passes an alias
             self.cache = {"of": weight} if self.cache_allowed else {}
         key = (transposed, products)
         if key in self.cache:

@@ -5,6 +5,11 @@
     for mini in minis:
         update(model, masters, optimizer, mini, args, calib, shadow)      new_logp, loss, gradient, AdamW
 
+Several processes (parallel.py): every rank holds all answers of a mini-batch and takes its share of them. Counts, norms and
+metrics are those of all ranks; a rank short of a micro-batch runs a blank one, since FSDP2 gathers weights in every forward.
+KL to the starting model (--kl-coef): ref_logp comes from a frozen copy in the learner's own precision, so that the divergence
+starts at 0; the term is added to the loss, not to the reward.
+
 Shadow passes (Calibrated Clipping, calibrated.py). On a calibration step the same tokens also go through the same module with
 quantisation off: at the starting weights in `old_pass`, at a mini-batch's own weights in `update`, just before its FP8 forward.
 Same micro-batches, same padding, same attention: only the linear layers' precision differs (with --activations fp32 the BF16
@@ -20,6 +25,7 @@ import time
 import torch
 
 import clipping
+import parallel
 import precision
 import rivals
 from errors import UserError
@@ -36,22 +42,36 @@ class Micro:
         mu = torch.tensor([c.logps + [0.0] * (T - len(c.logps)) for c in completions], dtype=torch.float32)
         self.mu_logp = mu.to(device)
         self.adv = torch.tensor([s["adv"] for s in samples], dtype=torch.float32, device=device)  # (B,)
-        usable = torch.tensor([not math.isnan(s["reward"]) for s in samples], device=device)
+        usable = torch.tensor([not (math.isnan(s["reward"]) or s.get("left_out")) for s in samples], device=device)
         self.mask = self.batch.mask & usable[:, None]  # a sample without a reward trains nothing
-        self.old_logp = self.old_logp_hp = self.entropy = self.weight = self.shadow_rows = None
+        self.old_logp = self.old_logp_hp = self.ref_logp = self.entropy = self.weight = self.shadow_rows = None
         self.shadow_seconds = 0.0
 
 
 def split(samples, args, pad_id):
-    """M mini-batches of equal size in sampling order (whole groups where G allows), each a list of micro-batches by length."""
-    size = len(samples) // args.updates_per_step
+    """M mini-batches of equal size in sampling order (whole groups where G allows), each a list of this rank's micro-batches by
+    length: the mini-batch's answers, longest first, are dealt to the ranks in turn, so that all get about as many tokens."""
+    size, world = len(samples) // args.updates_per_step, parallel.world()
     minis = []
     for k in range(0, len(samples), size):
-        mini = samples[k : k + size]
-        lengths = [len(s["row"]["prompt_ids"]) + len(s["completion"].token_ids) for s in mini]
-        groups = micro_batches(lengths, args.micro_tokens)
-        minis.append([Micro([mini[i] for i in group], pad_id, args.device) for group in groups])
+        mini = sorted(samples[k : k + size], key=lambda s: -sequence_length(s))  # stable: equal lengths stay in order
+        hands = [mini[rank::world] for rank in range(world)]
+        groups = [micro_batches([sequence_length(s) for s in hand], args.micro_tokens) for hand in hands]
+        hand = hands[parallel.rank()]
+        micros = [Micro([hand[i] for i in group], pad_id, args.device) for group in groups[parallel.rank()]]
+        while len(micros) < max(map(len, groups)):
+            micros.append(Micro([mini[-1] | {"left_out": True}], pad_id, args.device))
+        minis.append(micros)
     return minis
+
+
+def sequence_length(sample):
+    return len(sample["row"]["prompt_ids"]) + len(sample["completion"].token_ids)
+
+
+def merged(parts):
+    """Metrics of all micro-batches of all ranks."""
+    return clipping.merge_metrics(parallel.gather([{k: float(v) for k, v in part.items()} for part in parts]))
 
 
 def make_calibration(args):
@@ -99,24 +119,32 @@ def choose_shadow_rows(minis, share):
     for m in (m for mini in minis for m in mini):
         n = len(m.adv)
         m.shadow_rows = [row for row in range(n) if math.floor((i + row + 1) * share) > math.floor((i + row) * share)]
+        if parallel.world() > 1:
+            m.shadow_rows = m.shadow_rows or [0]  # all ranks run the same forwards
         i += n
 
 
 @torch.no_grad()
-def old_pass(model, minis, args, acrl=None, shadow=False):
-    """old_logp and entropy at the step's starting weights, on exactly the micro-batches of the training forward (tensor scales
-    see the whole micro-batch), then the sampler correction. Returns the mismatch, correction and entropy metrics."""
+def old_pass(model, minis, args, acrl=None, shadow=False, reference=None):
+    """old_logp (and ref_logp) and entropy at the step's starting weights, on exactly the micro-batches of the training forward
+    (tensor scales see the whole micro-batch), then the sampler correction. Returns mismatch, correction and entropy metrics.
+    """
     micros = [m for mini in minis for m in mini]
     choose_shadow_rows(minis, args.calib_share)
     for m in micros:
         m.old_logp, m.entropy = token_logps(model, m.batch, args.temperature)
+        if reference is not None:
+            m.ref_logp, _ = token_logps(reference, m.batch, args.temperature)
         if shadow and m.shadow_rows:
             m.old_logp_hp = shadow_logps(model, m, args)
-    old, mu, entropy = (torch.cat([getattr(m, name)[m.mask] for m in micros]) for name in ("old_logp", "mu_logp", "entropy"))
+    names = ("old_logp", "mu_logp", "entropy")
+    if hasattr(reference, "reshard"):
+        reference.reshard()  # no backward frees its root's whole parameters
+    old, mu, entropy = (parallel.together(torch.cat([getattr(m, name)[m.mask] for m in micros])) for name in names)
     ones = torch.ones(1, len(old), dtype=torch.bool, device=old.device)
     metrics = clipping.mismatch_metrics(old[None], mu[None], ones)
     metrics["entropy"] = entropy.mean() if len(entropy) else float("nan")
-    per_answer = torch.cat([answer_entropy(m)[m.mask.any(1)] for m in micros])
+    per_answer = parallel.together(torch.cat([answer_entropy(m)[m.mask.any(1)] for m in micros]))
     edges = [0.0, 0.2, 0.5, 1.0, math.inf]  # the bins of arXiv:2609.22870: garbled answers live in the last
     for low, high in zip(edges, edges[1:], strict=False):
         share = ((per_answer >= low) & (per_answer < high)).float().mean()  # NaN if no answer counts
@@ -137,7 +165,7 @@ def correct(micros, args, acrl=None):
         weight, metrics = acrl.weight(*wide[:2], torch.cat([m.adv for m in micros]), wide[2])
         for m, w in zip(micros, weight.split([len(m.adv) for m in micros]), strict=True):
             m.weight = w[:, : m.mask.shape[1]]
-        return metrics
+        return merged([metrics]) if parallel.world() > 1 else metrics
     parts = []
     for m in micros:
         logps = (m.old_logp, m.mu_logp, m.mask)
@@ -150,7 +178,7 @@ def correct(micros, args, acrl=None):
         else:
             return {}
         parts.append(metrics)
-    return clipping.merge_metrics(parts)
+    return merged(parts)
 
 
 def pad(x, T):
@@ -159,10 +187,10 @@ def pad(x, T):
 
 
 def loss_denom(mini, args):
-    """What divides the summed loss of a mini-batch, so that its micro-batches' losses add up to the mini-batch's loss."""
+    """What divides the summed loss of a mini-batch, so that the losses of all micro-batches of all ranks add up to its loss."""
     if args.loss_agg == "token-mean":
-        return sum(int(m.mask.sum()) for m in mini)
-    sequences = sum(int(m.mask.any(1).sum()) for m in mini)
+        return parallel.total(sum(int(m.mask.sum()) for m in mini))
+    sequences = parallel.total(sum(int(m.mask.any(1).sum()) for m in mini))
     return sequences * (args.max_tokens if args.loss_agg == "seq-mean-token-sum-norm" else 1)
 
 
@@ -207,10 +235,14 @@ def update(model, masters, optimizer, mini, args, calib=None, shadow=False):
             loss, metrics = rivals.cispo_loss(*tensors, low, high, m.weight, args.loss_agg, denom)
         else:
             loss, metrics = clipping.policy_loss(*tensors, low, high, args.dual_clip or None, m.weight, args.loss_agg, denom)
+        if m.ref_logp is not None:
+            kl, kl_metrics = clipping.kl_loss(new_logp, m.ref_logp, m.mask, args.kl_estimator, args.loss_agg, denom)
+            loss, metrics = loss + args.kl_coef * kl, metrics | kl_metrics
         loss.backward()
         loss_sum += loss.item()
         parts.append(metrics)
-    norm = torch.nn.utils.clip_grad_norm_(masters.parameters(), args.grad_clip).item()
+    loss_sum = parallel.total(loss_sum)
+    norm = parallel.full(torch.nn.utils.clip_grad_norm_(masters.parameters(), args.grad_clip)).item()
     finite = math.isfinite(norm) and math.isfinite(loss_sum)
     if finite:
         optimizer.step()
@@ -219,4 +251,4 @@ def update(model, masters, optimizer, mini, args, calib=None, shadow=False):
     if not finite:
         return {"skipped": 1}
     loop = {"loss": loss_sum, "grad_norm": norm, "clip/low": low, "clip/high": high, "skipped": 0}
-    return clipping.merge_metrics(parts) | {k: float(v) for k, v in found.items()} | loop
+    return merged(parts) | {k: float(v) for k, v in found.items()} | loop

@@ -14,6 +14,7 @@ tokens alone go through the head, `CHUNK` logits at a time, recomputed in backwa
 from typing import NamedTuple
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from errors import UserError
@@ -62,6 +63,11 @@ def token_logps(model, batch, temperature=1.0):
 
     Gradients flow into the log-probs when enabled; the entropy is detached. Raises UserError as `check_head`.
     """
+    return model.score(batch, temperature) if isinstance(model, FSDPModule) else score(model, batch, temperature)
+
+
+def score(model, batch, temperature=1.0):
+    """`token_logps` of a whole model; parallel.shard makes it a method of a sharded one."""
     check_head(model)
     hidden = model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state  # (B, L, H)
     rows = torch.arange(len(hidden), device=hidden.device)[:, None].expand_as(batch.at)

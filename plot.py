@@ -3,9 +3,10 @@
     python plot.py out/run                                  # out/run/curves.png
     python plot.py out/bf16 out/fp8 --out fp8.png --smooth 5
 
-Six panels: reward, response length, entropy, clip fractions by sign and side, mismatch between sampler and learner, speed. One
-run has a colour per curve; several have a colour per run and a line style per curve. A metric that a run did not log is named
-in its panel. `draw` uses matplotlib's figure objects without pyplot: no display, no global state, safe within a training run.
+Six panels: reward, response length, entropy, clip fractions by sign and side, mismatch between sampler and learner, speed;
+three more for DAPO: dynamic sampling, its rounds, overlong answers. One run has a colour per curve; several have a colour per
+run and a line style per curve. A metric that a run did not log is named in its panel. `draw` uses matplotlib's figure objects
+without pyplot: no display, no global state, safe within a training run.
 """
 
 import json
@@ -36,6 +37,14 @@ PANELS = [  # (title, y label, curves)
     ("Speed", "tokens per second", [
         Curve("tok_per_s/rollout", "rollout"), Curve("tok_per_s/train", "training", "--"),
         Curve("sec/step", "sec/step", ":", 1.2)]),
+]
+
+DAPO_PANELS = [  # a third row where a run has them
+    ("Dynamic sampling", "share of the groups sampled", [
+        Curve("dapo/efficiency", "used"), Curve("dapo/all0", "all wrong", "--"), Curve("dapo/all1", "all right", ":")]),
+    ("Sampling rounds", "rounds per step", [Curve("dapo/rounds", "rounds")]),
+    ("Overlong answers", "share of answers", [
+        Curve("dapo/overlong_frac", "punished"), Curve("len/trunc_frac", "cut off", "--")]),
 ]
 
 Run = namedtuple("Run", "name metrics summary flags")
@@ -135,7 +144,7 @@ def set_range(axes, title):
     top = max((v for line in axes.lines for v in line.get_ydata() if math.isfinite(v)), default=0)
     if title.startswith("Sampler"):
         axes.set_yscale("log" if top > 0 else "linear")
-    elif title.startswith(("Response", "Tokens", "Speed")):
+    elif title.startswith(("Response", "Tokens", "Speed", "Dynamic", "Sampling", "Overlong")):
         axes.set_ylim(0, 1.08 * top or 1)
 
 
@@ -168,13 +177,14 @@ def draw(run_dirs, out_path, smooth=1):
     runs = [read_run(folder) for folder in run_dirs]
     if len({run.name for run in runs}) < len(runs):
         runs = [run._replace(name=os.path.normpath(folder)) for run, folder in zip(runs, run_dirs, strict=True)]
-    figure = Figure(figsize=(12, 7), dpi=150, layout="constrained")
+    panels = PANELS + (DAPO_PANELS if any("dapo/rounds" in run.metrics for run in runs) else [])
+    figure = Figure(figsize=(12, 3.5 * len(panels) / 3), dpi=150, layout="constrained")
     kind = os.path.splitext(out_path)[1][1:].lower()
     if kind not in figure.canvas.get_supported_filetypes():
         raise UserError(f"--out {out_path}: the name must end in a picture type such as .png, .svg or .pdf")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
     gaps = False
-    for axes, panel in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
+    for axes, panel in zip(figure.subplots(len(panels) // 3, 3).flat, panels, strict=True):
         gaps = draw_panel(axes, *panel, runs, smooth) or gaps
     flags = runs[0].flags if len(runs) == 1 else {}
     shown = [f"{name} {flags[name]}" for name in ("precision", "clip", "correction") if flags.get(name) is not None]

@@ -21,6 +21,7 @@ in BF16 (its step there is 1.2e-4); in FP32 it does.
 Layers are skipped by name only (lm_head, embeddings, router), never for being small; K or N not a multiple of 16 is refused.
 """
 
+import copy
 import os
 import re
 import sys
@@ -34,6 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 import fp8
+import parallel
 from errors import UserError, check_device
 
 RECIPES = {
@@ -74,11 +76,12 @@ def default_backend(device):
     return "scaled_mm" if torch.device(device).type == "cuda" else "emulate"
 
 
-def convert(module, recipe, backend=None, grad_dtype="e4m3", power_of_two=False, fp32_products=False, keep_bf16=""):
+def convert(module, recipe, backend=None, grad_dtype="e4m3", power_of_two=False, fp32_products=False, keep_bf16="",
+            runs_on=None):
     """Convert every nn.Linear of `module` (itself included) in place; parameters and state_dict keys stay the same.
 
     recipe         a name of RECIPES; `fp32` and `bf16` convert nothing (the caller chooses the module's dtype)
-    backend        emulate | scaled_mm, default by the device the weights are on now: move the model first
+    backend        emulate | scaled_mm, default by the device the weights are on now: move the model first, or say `runs_on`
     grad_dtype     e4m3 | e5m2; power_of_two rounds scales up
     fp32_products  emulate multiplies codes in FP32 instead of BF16
     keep_bf16      layers left out by position, e.g. "first:1,last:2" (decoder layers counted by the number in their name)
@@ -106,7 +109,8 @@ def convert(module, recipe, backend=None, grad_dtype="e4m3", power_of_two=False,
             report.skipped[name] = f"a {type(layer).__name__}, not a plain nn.Linear"
         else:
             try:
-                fp8.FP8Linear.check(layer, granularity, backend or default_backend(layer.weight.device))
+                where = runs_on or layer.weight.device
+                fp8.FP8Linear.check(layer, granularity, backend or default_backend(where), where)
             except ValueError as error:
                 raise UserError(f"layer {name or type(module).__name__!r}: {error}") from error
             report.converted.append(name)
@@ -116,8 +120,9 @@ def convert(module, recipe, backend=None, grad_dtype="e4m3", power_of_two=False,
         if type(layer) is fp8.FP8Linear:
             layer.__class__ = nn.Linear  # undo an earlier conversion
         if name in report.converted:
-            layer_backend = backend or default_backend(layer.weight.device)
-            fp8.FP8Linear.of(layer, granularity, layer_backend, GRAD_DTYPES[grad_dtype], power_of_two, fp32_products)
+            where = runs_on or layer.weight.device
+            settings = (backend or default_backend(where), GRAD_DTYPES[grad_dtype], power_of_two, fp32_products, where)
+            fp8.FP8Linear.of(layer, granularity, *settings)
     module.precision_recipe = recipe
     return report
 
@@ -213,20 +218,23 @@ class Masters:
         optimizer.step(); masters.publish(); masters.zero_grad()
 
     dtype: what the weights are rounded to; held_in: what the model's parameters are kept in, by default the same. held_in FP32
-    keeps BF16 values in FP32 parameters, so that activations are FP32 (--activations fp32).
+    keeps BF16 values in FP32 parameters, so that activations are FP32 (--activations fp32). shard: a function that shards the
+    rounded model in place (parallel.shard, FSDP2); masters are then laid out as its parameters are.
     """
 
-    def __init__(self, model, dtype=None, held_in=None):
+    def __init__(self, model, dtype=None, held_in=None, shard=None):
         self.model, self.hooks, self.dtype = model, [], dtype
-        self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}  # tied weights appear once
-        self.weights = {}
-        for name, p in self.params.items():
-            published = dtype or p.dtype
-            self.weights[name] = p if published == torch.float32 else nn.Parameter(p.detach().float().clone())
-            if published != torch.float32:
-                p.data = p.data.to(published).to(held_in or published)
-                hook = partial(accumulate_grad, self.weights[name])
-                self.hooks.append(p.register_post_accumulate_grad_hook(hook))
+        start = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}  # tied weights appear once
+        own = [name for name, w in start.items() if (dtype or w.dtype) != torch.float32]
+        round_weights(model, dtype, held_in)
+        if shard:
+            shard(model)
+        self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.weights = dict(self.params)
+        for name in own:
+            self.weights[name] = nn.Parameter(parallel.place(start.pop(name).float(), self.params[name]).clone())
+            hook = partial(accumulate_grad, self.weights[name])
+            self.hooks.append(self.params[name].register_post_accumulate_grad_hook(hook))
         weights_changed(model)
 
     def parameters(self):
@@ -251,6 +259,8 @@ class Masters:
         for name, p in self.params.items():
             if self.weights[name] is not p:
                 p.copy_(self.weights[name].to(self.dtype or p.dtype))
+        if hasattr(self.model, "reshard"):
+            self.model.reshard()  # FSDP2 leaves the root's parameters whole, and old, after a forward without a backward
         weights_changed(self.model)
 
     @torch.no_grad()
@@ -263,8 +273,25 @@ class Masters:
             count = f"{len(odd)} names or shapes differ, first {odd[0]!r}"
             raise UserError(f"the checkpoint's weights are not this model's: {count}")
         for name, w in self.weights.items():
-            w.copy_(weights[name])
+            w.copy_(parallel.place(weights[name], w))
         self.publish()
+
+
+def round_weights(model, dtype, held_in=None):
+    """Round the parameters to `dtype` (None: leave them) and keep them in `held_in`, by default the same."""
+    for p in model.parameters():
+        if (dtype or p.dtype) != torch.float32:
+            p.data = p.data.to(dtype or p.dtype).to(held_in or dtype or p.dtype)
+
+
+def frozen(model, dtype, held_in=None, shard=None):
+    """A copy of a model as `Masters` publishes it, without gradients: the reference of a KL term."""
+    model = copy.deepcopy(model).requires_grad_(False)
+    round_weights(model, dtype, held_in)
+    if shard:
+        shard(model)
+    weights_changed(model)
+    return model
 
 
 def accumulate_grad(master, p):

@@ -40,7 +40,7 @@ def save(folder, step, samples, args, tokenizer):
         for s in samples:
             c, row = s["completion"], {k: s["row"][k] for k in ("id", "prompt", "answer", "prompt_ids")}
             record = {"row": row, "token_ids": c.token_ids, "logps": c.logps, "finish_reason": c.finish_reason}
-            f.write(json.dumps(plain(record | {"text": s["text"], "reward": s["reward"]})) + "\n")
+            f.write(json.dumps(plain(record | {k: s.get(k) for k in ("text", "reward", "acc", "left_out")})) + "\n")
 
 
 def check(folder, args):
@@ -95,5 +95,8 @@ def load(folder, step, args, tokenizer):
     samples = []
     for r, reward, a in zip(records, rewards, adv, strict=True):
         completion = Completion(r["token_ids"], [nan if x is None else x for x in r["logps"]], r["finish_reason"])
-        samples.append({"row": r["row"], "completion": completion, "text": r["text"], "reward": reward, "adv": a})
+        sample = {"row": r["row"], "completion": completion, "text": r["text"], "reward": reward, "adv": a}
+        acc = r.get("acc")  # not the reward's where that is shaped (DAPO)
+        acc = (nan if reward != reward else float(reward > 0.5)) if acc is None else acc
+        samples.append(sample | {"acc": acc, "left_out": bool(r.get("left_out"))})
     return samples

@@ -29,6 +29,7 @@ from tqdm import tqdm
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 import exact
+import parallel
 import precision
 from errors import UserError
 from logprob import log_softmax
@@ -42,19 +43,21 @@ class Completion(NamedTuple):
     finish_reason: str
 
 
-def make_engine(kind, model, tokenizer, recipe, max_rows=256, kernels="aligned", **convert_kwargs):
+def make_engine(kind, model, tokenizer, recipe, max_rows=256, kernels="aligned", own_copy=False, **convert_kwargs):
     """An engine that samples from `model` (a transformers module, converted or not) in precision `recipe`.
 
     kind       "hf": HFEngine below; "vllm": vllm_engine.VLLMEngine, to be filled by `sync` before the first generate
     max_rows   sequences decoded at once; kernels: aligned | native, of the vLLM engine; exact: exact.py's, of the hf engine,
                applied to the module sampled from, the learner's own where both sides use one recipe
-    convert_kwargs: precision.convert's, for a copy that has to be converted; dtype: of what is not quantised, by default the
+    own_copy   of the hf engine: sample from a copy in any case, since the learner's module is about to be sharded
+    convert_kwargs: device: where it runs, if not where the model is; precision.convert's, for a copy that has to be
+               converted; dtype: of what is not quantised, by default the
                recipe's; the vLLM engine's own arguments
     """
     if kernels == "exact" and kind != "hf":
         raise UserError(f"--rollout-kernels exact is the transformers engine's, not --engine {kind}'s; it needs --engine hf")
     if kind == "hf":
-        engine = HFEngine(model, tokenizer, recipe, max_rows, **convert_kwargs)
+        engine = HFEngine(model, tokenizer, recipe, max_rows, own_copy=own_copy, **convert_kwargs)
         if kernels == "exact":
             exact.apply(engine.model)
         return engine
@@ -154,10 +157,10 @@ def select_rows(cache, rows):
 class HFEngine:
     """Batched sampling on a transformers module; see the module docstring."""
 
-    def __init__(self, model, tokenizer, recipe, max_rows=256, dtype=None, **convert_kwargs):
+    def __init__(self, model, tokenizer, recipe, max_rows=256, dtype=None, own_copy=False, device=None, **convert_kwargs):
         self.model = model
-        if getattr(model, "precision_recipe", None) != recipe:
-            self.model = copy.deepcopy(model).requires_grad_(False)
+        if own_copy or getattr(model, "precision_recipe", None) != recipe:
+            self.model = copy.deepcopy(model).requires_grad_(False).to(device or model.device)
             for p in self.model.parameters():  # parameters alone: RoPE's buffer stays FP32, as from_pretrained leaves it
                 p.data = p.data.to(dtype or precision.recipe_of(recipe)["dtype"])
             precision.convert(self.model, recipe, **convert_kwargs)
@@ -167,11 +170,12 @@ class HFEngine:
         self.vocab = len(tokenizer)  # ids past it (padded embeddings) have no text: they are never sampled
 
     @torch.no_grad()
-    def generate(self, prompt_ids, n=1, temperature=1.0, max_tokens=64, seed=0, progress=False, top_p=1.0):
+    def generate(self, prompt_ids, n=1, temperature=1.0, max_tokens=64, seed=0, progress=False, top_p=1.0, first=0):
         """Sample n completions per prompt: a flat list of Completion, n per prompt, in the order of the prompts.
 
         prompt_ids   list of lists of token ids, none empty; temperature > 0, or 0 for greedy (log-probs then at temperature 1)
         max_tokens   at most so many sampled tokens; seed: see row_seed; progress: a bar over sampled sequences
+        first        number of the first prompt, which seeds its draws: a rank that samples a part gets the batch's answers
         Raises UserError on an empty prompt or one that leaves no room in the model's context.
         """
         check_prompts(prompt_ids, max_tokens, getattr(self.model.config.get_text_config(), "max_position_embeddings", None))
@@ -182,15 +186,15 @@ class HFEngine:
         with tqdm(total=len(done), desc="sampling", leave=False, disable=None if progress else True) as bar:
             for k in range(0, len(members), self.max_rows):
                 batch = members[k : k + self.max_rows]
-                completions = self.generate_batch(prompt_ids, batch, temperature, max_tokens, seed, bar, top_p)
+                completions = self.generate_batch(prompt_ids, batch, temperature, max_tokens, seed, bar, top_p, first)
                 for (i, j), completion in zip(batch, completions, strict=True):
                     done[i * n + j] = completion
         return done
 
-    def generate_batch(self, prompt_ids, members, temperature, max_tokens, seed, bar, top_p=1.0):
+    def generate_batch(self, prompt_ids, members, temperature, max_tokens, seed, bar, top_p=1.0, first=0):
         """One Completion for each (prompt, member) of `members`, sampled together; a prompt's members are adjacent."""
         device = self.model.device
-        uniforms = torch.stack([row_uniforms(seed, i, j, max_tokens) for i, j in members]).to(device)
+        uniforms = torch.stack([row_uniforms(seed, first + i, j, max_tokens) for i, j in members]).to(device)
         counts = Counter(i for i, _ in members)  # in order of first appearance
         logits, cache, mask = self.prefill([prompt_ids[i] for i in counts], torch.tensor(list(counts.values()), device=device))
         positions = mask.sum(1)  # (rows,) position of the next token
@@ -283,7 +287,7 @@ class HFEngine:
             raise UserError(f"weight sync: {odd[0]} has shape {shapes}")
         for name, w in sent.items():
             if own[name] is not w:  # the learner's own module needs no copy
-                own[name].copy_(w)
+                own[name].copy_(parallel.full(w))
         precision.weights_changed(self.model)
         return fingerprint(own.items()) if check else None
 

@@ -4,7 +4,7 @@ A CSV is read by every tool, costs no account and no network, and survives a kil
 written. `step` counts finished steps, so that the first row is step 1 and a run resumed from step S continues with row
 S + 1; rows and samples past S, which the killed run wrote after its last checkpoint, are dropped first. A metric that
 first appears later (an evaluation) widens the header: the file is rewritten next to itself and renamed, so that a kill
-leaves either the old file or the new one.
+leaves either the old file or the new one. TensorBoard and wandb get the same rows if asked (`Wandb` below says how far).
 
     log = RunLog("out/run", resume_step=None)      # rank 0 only: there is one writer
     log.log(1, {"reward": 0.5, "entropy": 1.2})
@@ -15,9 +15,11 @@ leaves either the old file or the new one.
 
 import contextlib
 import csv
+import inspect
 import json
 import math
 import os
+import secrets
 
 from tqdm import tqdm
 
@@ -101,17 +103,85 @@ def short(value):
     return text if len(text) <= 8 else f"{value:.1e}" if len(f"{value:.1e}") <= 8 else f"{value:.0e}"
 
 
-class RunLog:
-    """One run folder's metrics, samples and step lines. A new run moves an older run's files aside to NAME.bak."""
+def wandb_mode():
+    """What to give wandb.init as mode: "offline", and a line that says so, where nobody is logged in, since wandb would ask for
+    a key or give up; else None, so that WANDB_MODE or wandb's own settings decide."""
+    import wandb
 
-    def __init__(self, out_dir, tensorboard=False, resume_step=None):
+    if os.environ.get("WANDB_MODE") in ("offline", "dryrun", "disabled"):
+        return None
+    # login(prompt=False) came with wandb 0.30, which deprecates what came before; neither uses the network
+    new = "prompt" in inspect.signature(wandb.login).parameters
+    if wandb.login(prompt=False) if new else wandb.api.api_key:
+        return None
+    print("--wandb: not logged in, so it writes offline; `wandb login` before a run, `wandb sync` after it", flush=True)
+    return "offline"
+
+
+class Wandb:
+    """The rows in wandb as well, as far as that works. What goes wrong in it is one printed line, and the run goes on.
+
+    The run's id is kept in the run folder's wandb_id: a resumed run continues the same wandb run. wandb takes no step twice;
+    what a killed run logged after its last checkpoint stays there, and the resumed run's rows for those steps are ignored.
+    """
+
+    def __init__(self, out_dir, config):
+        self.run, self.errors = None, ()
+        try:
+            # by name: without the package, a folder called wandb, which it leaves where it ran, imports as an empty module
+            from wandb import Error, init
+        except ImportError as error:
+            self.stop(f"{error} (pip install wandb)")
+            return
+        self.errors = (Error, ConnectionError)  # the second is what comes of wandb's own process having died
+        id_path = os.path.join(out_dir, "wandb_id")
+        if not os.path.exists(id_path):
+            with replacing(id_path) as f:
+                f.write(secrets.token_hex(8))  # of no seeded generator: those give every run of a seed the same
+        with open(id_path, encoding="utf-8") as f:
+            run_id = f.read().strip()
+        # allow_val_change: a resumed run may have other flags
+        options = {"id": run_id, "resume": "allow", "config": plain(config or {}), "allow_val_change": True,
+                   "project": os.environ.get("WANDB_PROJECT") or "lowprec-rl",
+                   "dir": os.environ.get("WANDB_DIR") or os.path.abspath(out_dir)}
+        try:
+            self.run = init(mode=wandb_mode(), **options)
+        except self.errors as error:
+            self.stop(error)
+
+    def stop(self, why):
+        self.run = None
+        print(f"--wandb: {' '.join(str(why).split()) or type(why).__name__}; the run goes on with metrics.csv", flush=True)
+
+    def log(self, step, values):
+        if self.run is not None:
+            try:
+                self.run.log(values, step=step, commit=True)  # else it would wait for the next step
+            except self.errors as error:
+                self.stop(error)
+
+    def close(self):
+        if self.run is not None:
+            try:
+                self.run.finish()
+            except self.errors as error:
+                self.stop(error)
+
+
+class RunLog:
+    """One run folder's metrics, samples and step lines. A new run moves an older run's files aside to NAME.bak.
+
+    tensorboard, wandb   send the rows there as well; config (wandb's): the run's flags as a dict
+    """
+
+    def __init__(self, out_dir, tensorboard=False, resume_step=None, wandb=False, config=None):
         try:
             os.makedirs(out_dir, exist_ok=True)
         except OSError as error:
             raise UserError(f"--out {out_dir}: cannot make this folder: {error.strerror}") from error
         self.csv_path, self.samples_path = (os.path.join(out_dir, name) for name in ("metrics.csv", "samples.jsonl"))
         self.columns, self.rows, self.lines = ["step"], [], 0
-        for path in (self.csv_path, self.samples_path):
+        for path in (self.csv_path, self.samples_path, os.path.join(out_dir, "wandb_id")):
             if resume_step is None and os.path.exists(path):
                 os.replace(path, f"{path}.bak")
         if resume_step is not None:
@@ -126,6 +196,7 @@ class RunLog:
                 raise UserError("--tensorboard needs the tensorboard package: pip install tensorboard") from error
             purge = None if resume_step is None else resume_step + 1
             self.writer = SummaryWriter(os.path.join(out_dir, "tensorboard"), purge_step=purge)
+        self.wandb = Wandb(out_dir, config) if wandb else None
 
     def _drop_after(self, step):
         """Keep rows and samples up to `step`; a line cut off by a kill belongs to a later step and goes too."""
@@ -168,6 +239,8 @@ class RunLog:
             for name, value in values.items():
                 self.writer.add_scalar(name, value, step)
             self.writer.flush()
+        if self.wandb:
+            self.wandb.log(step, values)
 
     def samples(self, step, records):
         """Append dicts to samples.jsonl, one a line, each with its step."""
@@ -191,3 +264,5 @@ class RunLog:
         self.samples_file.close()
         if self.writer:
             self.writer.close()
+        if self.wandb:
+            self.wandb.close()

@@ -23,9 +23,12 @@ in transformers), summary.json and curves.png. Same seed, same CPU and thread co
 """
 
 import json
+import math
 import os
 import resource
+import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -35,58 +38,77 @@ import checkpoint
 import clipping
 import data
 import exact
+import parallel
 import plot
 import precision
 import recorded
 import reward
+import runstate
 import tiny
-from errors import UserError, run_main
+from errors import Everywhere, UserError, run_main
 from eval import evaluate
 from flags import parse_flags
 from learner import make_calibration, old_pass, shadow_due, split, update
 from logprob import check_head
 from rollout import make_engine, row_seed
 from runlog import RunLog, read_csv, write_json
+from stopping import Interrupted, Stop
 
 GATES = {"fp32": 1e-3, "bf16": 0.05}  # bound on a first step's mean |old_logp - mu_logp|; recipes not named: 0.2
 
 
 def open_run_folder(args):
     """Refuse another run's folder; returns the checkpoint to resume from, or None."""
-    if not args.resume:
+    saved = checkpoint.latest(args.out)
+    if args.resume and saved is None:
+        raise UserError(f"--resume: no complete checkpoint in {args.out}/checkpoints; check --out, or start in another folder")
+    if not args.resume and not args.dry_run:
         csv = os.path.join(args.out, "metrics.csv")
         started = os.path.exists(csv) and read_csv(csv)["step"]  # a run stopped before its first step holds nothing
-        saved = checkpoint.latest(args.out)
-        if (started or saved) and not args.dry_run:
+        if started or saved:
             go_on = "go on with --resume" if saved else "it stopped before its first checkpoint"
             raise UserError(f"--out {args.out} holds another run ({go_on}); choose another --out, or delete it")
-        return None
-    path = checkpoint.latest(args.out)
-    if path is None:
-        raise UserError(f"--resume: no complete checkpoint in {args.out}/checkpoints; check --out, or start in another folder")
-    return path
+    return saved if args.resume else None
 
 
 # -----------------------------------------------------------------------------
 # one step's parts
 
 
-def sample_and_grade(engine, tokenizer, rows, function, args, step, sec):
-    """One batch of samples: dicts with row, completion, text, reward, adv; groups are adjacent."""
+def sample_and_grade(run, rows, args, seed, sec):
+    """A group of answers for each row: dicts with row, completion, text, reward, acc; groups are adjacent. Each rank samples
+    and grades its block of the rows; every rank gets all answers."""
+    start, share = time.perf_counter(), parallel.block(len(rows), args.vllm_tp)
+    mine = rows[slice(*share)]
+    first = {"first": share[0]} if share[0] else {}
+    sampling = (args.group_size, args.temperature, args.max_tokens, seed)
+    completions = run.engine.generate([row["prompt_ids"] for row in mine], *sampling, progress=parallel.is_main(), **first)
+    sec["rollout"] = sec.get("rollout", 0.0) + parallel.largest(time.perf_counter() - start)
     start = time.perf_counter()
-    seed = row_seed(args.seed, "train", step)
-    prompts = [row["prompt_ids"] for row in rows]
-    completions = engine.generate(prompts, args.group_size, args.temperature, args.max_tokens, seed, progress=True)
-    sec["rollout"] = time.perf_counter() - start
-    start = time.perf_counter()
-    rows = [row for row in rows for _ in range(args.group_size)]
-    texts = [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
+    texts = [run.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
     truncated = [c.finish_reason == "length" for c in completions]
-    rewards = reward.score(rows, texts, truncated, function, progress=True)
-    adv = clipping.group_advantages(torch.tensor(rewards), args.group_size, args.adv_scale).tolist()
-    sec["reward"] = time.perf_counter() - start
-    fields = zip(rows, completions, texts, rewards, adv, strict=True)
-    return [dict(zip(("row", "completion", "text", "reward", "adv"), f, strict=True)) for f in fields]
+    each = [row for row in mine for _ in range(args.group_size)]
+    rewards = reward.score(each, texts, truncated, run.function, progress=parallel.is_main())
+    answers = parallel.gather(list(zip(completions, texts, rewards, strict=True)), args.vllm_tp)
+    sec["reward"] = sec.get("reward", 0.0) + time.perf_counter() - start
+    names, rows = ("row", "completion", "text", "reward", "acc"), [row for row in rows for _ in range(args.group_size)]
+    right = [math.nan if math.isnan(r) else float(r > 0.5) for _, _, r in answers]
+    return [dict(zip(names, (row, *answer, acc), strict=True)) for row, answer, acc in zip(rows, answers, right, strict=True)]
+
+
+def add_advantages(samples, args):
+    """adv, from the rewards of each group."""
+    rewards = torch.tensor([s["reward"] for s in samples])
+    for sample, adv in zip(samples, clipping.group_advantages(rewards, args.group_size, args.adv_scale).tolist(), strict=True):
+        sample["adv"] = adv
+
+
+def collect(run, args, step, sec):
+    """GRPO's batch of a step: (samples, metrics). The next prompts, whatever their groups turn out to be."""
+    rows = run.shuffled.next(args.prompts_per_step)
+    samples = sample_and_grade(run, rows, args, row_seed(args.seed, "train", step), sec)
+    add_advantages(samples, args)
+    return samples, {}
 
 
 def sample_record(sample):
@@ -101,12 +123,13 @@ def step_metrics(samples, updates, args, sec, lr, start):
     """The CSV row: what was sampled, how the updates went, what it cost."""
     lengths = [len(s["completion"].token_ids) for s in samples]
     rewards = torch.tensor([s["reward"] for s in samples])
+    accs = torch.tensor([s["acc"] for s in samples])
     metrics = {
-        "reward": rewards.nanmean(), "acc": (rewards > 0.5).float().where(~rewards.isnan(), rewards).nanmean(),
+        "reward": rewards.nanmean(), "acc": accs.nanmean(),
         "len/mean": sum(lengths) / len(lengths), "len/max": max(lengths),
         "len/trunc_frac": sum(s["completion"].finish_reason == "length" for s in samples) / len(samples),
     }  # fmt: skip
-    metrics |= clipping.group_metrics(rewards, args.group_size) | {"clip/low": args.clip_low, "clip/high": args.clip_high}
+    metrics |= clipping.group_metrics(accs, args.group_size) | {"clip/low": args.clip_low, "clip/high": args.clip_high}
     adv = torch.tensor([s["adv"] for s in samples]).view(-1, args.group_size)
     metrics["frac_groups_equal"] = (adv == 0).all(1).float().mean()  # equal rewards of any value: nothing to learn from
     done = [u for u in updates if not u["skipped"]]  # one bad mini-batch must not hide the good ones
@@ -122,7 +145,7 @@ def step_metrics(samples, updates, args, sec, lr, start):
     metrics["tok_per_s/train"] = tokens / (sec["logp"] + sec["train"])
     cuda = torch.device(args.device).type == "cuda"
     peak = torch.cuda.max_memory_allocated(args.device) if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return metrics | {"mem_gb": peak / 2**30}
+    return metrics | {"mem_gb": parallel.largest(peak) / 2**30}
 
 
 def check_gate(args, metrics):
@@ -161,19 +184,49 @@ def setup(args):
     if args.load_rollouts:
         recorded.check(args.load_rollouts, args)
     torch.manual_seed(args.seed)  # nothing of ours draws from the global generator; a library might
+    sharded = parallel.world() > 1
     path = tiny.prepare() if args.model == "tiny" else args.model
     quantiser = dict(backend=args.fp8_backend, grad_dtype=args.fp8_grads, power_of_two=args.pow2_scales)
     quantiser |= dict(keep_bf16=args.keep_bf16)
-    model, tokenizer, report = precision.load_model(path, args.precision, args.device, torch.float32, **quantiser)
+    device = "cpu" if sharded else args.device  # whole in CPU memory only, its parts go to the device
+    loaded = precision.load_model(path, args.precision, device, torch.float32, **quantiser, runs_on=args.device)
+    model, tokenizer, report = loaded
     check_head(model)
     if args.rollout_kernels == "exact":
         exact.apply(model)
     print(f"{path}: {sum(p.numel() for p in model.parameters()):,} parameters; {report}")
+    rows, eval_rows = load_data(args, model, tokenizer)
     wide = torch.float32 if args.activations == "fp32" else None
-    masters = precision.Masters(model, precision.recipe_of(args.precision)["dtype"], held_in=wide)
+    dtype = precision.recipe_of(args.precision)["dtype"]
+    engine = start_engine(args, model, tokenizer, dict(quantiser, dtype=wide))
+    shard = partial(parallel.shard, device=args.device, offload=args.cpu_offload) if sharded else None
+    reference = precision.frozen(model, dtype, wide, shard) if args.kl_coef else None  # --model's weights, after a resume too
+    masters = precision.Masters(model, dtype, held_in=wide, shard=shard)
+    if args.activation_checkpointing:
+        parallel.checkpoint_layers(model)
     fused = torch.device(args.device).type in ("cpu", "cuda")
     optimizer = torch.optim.AdamW(masters.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=fused)
+    return SimpleNamespace(
+        model=model, tokenizer=tokenizer, masters=masters, optimizer=optimizer, engine=engine, reference=reference,
+        shuffled=data.Shuffled(rows, args.seed), function=function,
+        eval_rows=eval_rows, done=0, summary={"tokens": 0, "train_seconds": 0.0}, calib=make_calibration(args),
+        acrl=acrl.ACRL(args.acrl_gamma, args.acrl_baseline, distance=args.acrl_distance) if args.correction == "acrl" else None,
+    )  # fmt: skip
 
+
+def start_engine(args, model, tokenizer, options):
+    """The sampling engine, before the learner is sharded: `sync` fills it."""
+    kind, recipe = ("hf", args.precision) if args.load_rollouts else (args.engine, args.rollout_precision)  # recorded: no copy
+    if kind == "vllm":
+        options |= dict(memory_fraction=args.vllm_memory, sleep_level=args.vllm_sleep, tensor_parallel=args.vllm_tp)
+        options |= dict(compile=args.vllm_compile, max_model_len=args.max_prompt_tokens + args.max_tokens)
+    else:
+        options |= dict(own_copy=parallel.world() > 1)
+    return make_engine(kind, model, tokenizer, recipe, args.rollout_rows, args.rollout_kernels, device=args.device, **options)
+
+
+def load_data(args, model, tokenizer):
+    """(training rows, held-out rows), of prompts that leave room for an answer."""
     longest, context = args.max_prompt_tokens, getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context:
         longest = min(longest, context - args.max_tokens)
@@ -186,95 +239,56 @@ def setup(args):
         eval_rows = data.load(args.eval_data, tokenizer, longest, **formats)[: args.eval_problems]
         common = data.overlap(rows, eval_rows)
         print(f"{len(rows)} training prompts, {len(eval_rows)} held out, {common} in both")
-    rows_at_once, kernels = args.rollout_rows, args.rollout_kernels
-    quantiser |= dict(dtype=wide)
-    if args.engine == "vllm":
-        quantiser |= dict(memory_fraction=args.vllm_memory, sleep_level=args.vllm_sleep, tensor_parallel=args.vllm_tp)
-        quantiser |= dict(compile=args.vllm_compile)
-        quantiser |= dict(max_model_len=args.max_prompt_tokens + args.max_tokens)
-    sampler = ("hf", args.precision) if args.load_rollouts else (args.engine, args.rollout_precision)  # recorded: no copy
-    engine = make_engine(sampler[0], model, tokenizer, sampler[1], rows_at_once, kernels, **quantiser)
-    return SimpleNamespace(
-        model=model, tokenizer=tokenizer, masters=masters, optimizer=optimizer, engine=engine,
-        shuffled=data.Shuffled(rows, args.seed), function=function,
-        eval_rows=eval_rows, done=0, summary={"tokens": 0, "train_seconds": 0.0}, calib=make_calibration(args),
-        acrl=acrl.ACRL(args.acrl_gamma, args.acrl_baseline, distance=args.acrl_distance) if args.correction == "acrl" else None,
-    )  # fmt: skip
-
-
-def restore(run, path, args):
-    """Masters, optimizer state, data position and counters from a checkpoint; flags come from the command line."""
-    weights, optimizer_state, state = checkpoint.load(path)
-    run.masters.load(weights)
-    groups = run.optimizer.state_dict()["param_groups"]
-    run.optimizer.load_state_dict({"state": optimizer_state["state"], "param_groups": groups})
-    run.shuffled.load_state_dict(state["data"])
-    run.done, run.summary = state["step"], state["summary"]
-    restore_method(run, state, args)
-    if not args.eval_every:  # accuracies of earlier steps would pass for this run's result
-        run.summary = {k: v for k, v in run.summary.items() if not k.startswith(("acc_", "se_", "len_"))}
-    if run.done >= args.steps:
-        raise UserError(f"--resume: {path} has {run.done} steps done, --steps {args.steps} is the total; raise it")
-    print(f"resumed {path}: {run.done} of {args.steps} steps done")
-    for name, old in state["flags"].items():
-        new = vars(args).get(name)
-        if new != old and name != "resume":
-            print(f"changed since the checkpoint: --{name.replace('_', '-')} {old} -> {new}")
-
-
-def stateful(run, args):
-    """The parts of the method that carry state from step to step: name -> object with state_dict."""
-    return ({"calib": run.calib} if args.clip == "calibrated" else {}) | ({"acrl": run.acrl} if run.acrl else {})
-
-
-def restore_method(run, state, args):
-    """The calibration's and the controller's state; one saved under other flags is dropped with a line, and starts anew."""
-    for name, part in stateful(run, args).items():
-        if name not in state:
-            print(f"--resume: the checkpoint has no state of {name}, which starts anew")
-            continue
-        try:
-            part.load_state_dict(state[name])
-        except ValueError as error:
-            print(f"--resume: {error}; {name} starts anew")
-    if args.clip == "calibrated":
-        print(f"calibrated bounds: {run.calib.low:g} and {run.calib.high:g}")
+    return rows, eval_rows
 
 
 def held_out(run, args, when):
     """evaluate's summary on the held-out problems, with the same seed each time."""
     seed = row_seed(args.seed, "eval", 0)
     sampling = (args.eval_n, args.temperature, args.max_tokens, seed)
-    result, _ = evaluate(run.engine, run.tokenizer, run.eval_rows, *sampling, function=run.function)
+    result, _ = evaluate(run.engine, run.tokenizer, run.eval_rows, *sampling, function=run.function, together=args.vllm_tp)
     print(f"held-out accuracy {when}: {result['acc']:.4f} +- {result['se']:.4f} "
           f"({result['problems']} problems x {args.eval_n}, {result['len_mean']:.1f} tokens)", flush=True)
     return result
 
 
-def train_step(run, args, step):
+def learning_rate(args, step):
+    """Of a step, counted from 1: linear warm-up, then constant, or a decay that ends at --lr-decay-steps."""
+    warm = args.lr * min(1.0, step / max(1, args.warmup))
+    if args.lr_schedule == "constant":
+        return warm
+    t = min(1.0, max(0, step - args.warmup) / (args.lr_decay_steps - args.warmup))
+    shape = 1 - t if args.lr_schedule == "linear" else (1 + math.cos(math.pi * t)) / 2
+    return warm * (args.lr_min_ratio + (1 - args.lr_min_ratio) * shape)
+
+
+def train_step(run, args, step, collect):
     """One step of the loop: (metrics, samples)."""
     start, sec = time.perf_counter(), {}
-    lr = args.lr * min(1.0, step / max(1, args.warmup))
+    lr = learning_rate(args, step)
     for group in run.optimizer.param_groups:
         group["lr"] = lr
-    rows = run.shuffled.next(args.prompts_per_step)
-    if args.load_rollouts:
-        samples, sec["rollout"] = recorded.load(args.load_rollouts, step, args, run.tokenizer), time.perf_counter() - start
-    else:
-        samples = sample_and_grade(run.engine, run.tokenizer, rows, run.function, args, step, sec)
-    if args.save_rollouts:
+    with run.stop.interruptible():
+        if args.load_rollouts:
+            run.shuffled.next(args.prompts_per_step)
+            samples, batch = recorded.load(args.load_rollouts, step, args, run.tokenizer), {}
+            sec["rollout"] = time.perf_counter() - start
+        else:
+            samples, batch = collect(run, args, step, sec)
+    if args.save_rollouts and parallel.is_main():
         recorded.save(os.path.join(args.out, "rollouts"), step, samples, args, run.tokenizer)
     run.engine.sleep()  # its GPU memory is the learner's until the sync
 
     t = time.perf_counter()
     shadow = shadow_due(args, run.calib, step)
     minis = split(samples, args, run.engine.pad_id)
-    metrics = old_pass(run.model, minis, args, run.acrl, shadow)
+    metrics = old_pass(run.model, minis, args, run.acrl, shadow, run.reference)
     sec["logp"] = time.perf_counter() - t
     if step == run.done + 1:
         check_gate(args, metrics)
 
     t = time.perf_counter()
+    run.updating = True
     updates = [update(run.model, run.masters, run.optimizer, mini, args, run.calib, shadow) for mini in minis]
     if shadow:
         s = time.perf_counter()
@@ -283,52 +297,106 @@ def train_step(run, args, step):
     sec["train"] = time.perf_counter() - t
 
     t = time.perf_counter()
-    run.engine.sync(run.model.named_parameters(), check=args.sync_check_every > 0 and step % args.sync_check_every == 0)
-    sec["sync"] = time.perf_counter() - t
-    return metrics | step_metrics(samples, updates, args, sec, lr, start), samples
+    sync(run, check=args.sync_check_every > 0 and step % args.sync_check_every == 0)
+    sec["sync"], run.updating = time.perf_counter() - t, False
+    return metrics | batch | step_metrics(samples, updates, args, sec, lr, start), samples
 
 
-def train(args):
-    resume_from = open_run_folder(args)
+def sync(run, check=True):
+    """The learner's weights into every rank's engine; checked: all engines then hold the same."""
+    fingerprint = run.engine.sync(run.model.named_parameters(), check=check)
+    if check:
+        parallel.agree("engine", fingerprint)
+
+
+def finish_step(run, args, step, metrics, samples, log):
+    """After the updates: evaluate, write the row, save; whether the run has to stop here."""
+    summary = run.summary
+    summary["tokens"] += metrics["tokens"]
+    summary["train_seconds"] += metrics["sec/step"]
+    best = False
+    if args.eval_every and (step % args.eval_every == 0 or step == args.steps):
+        result = held_out(run, args, f"after step {step}")
+        metrics |= {"eval/acc": result["acc"], "eval/se": result["se"], "eval/len_mean": result["len_mean"]}
+        summary |= {"acc_after": result["acc"], "se_after": result["se"], "len_after": result["len_mean"]}
+        best = result["acc"] > summary.get("best_acc", -1.0)
+        if best:
+            summary |= {"best_acc": result["acc"], "best_step": step}
+    if log:
+        log.log(step, {k: v for k, v in metrics.items() if not k.startswith("n/")})
+        log.samples(step, [sample_record(s) for s in samples[: args.log_samples]])
+        log.line(step, args.steps, metrics)
+    if metrics["skipped"] == args.updates_per_step:
+        print(f"step {step}: no update was made: no usable reward or no finite gradient (samples.jsonl shows the rewards)")
+    run.state = runstate.state_of(run, args, step)
+    stop = run.stop.now(metrics["sec/step"])
+    due = step == args.steps or (args.save_every and step % args.save_every == 0) or (best and args.keep_best)
+    if due or stop:
+        run.saved = save(run, args)
+    return stop
+
+
+def steps(run, args, collect, log):
+    """All steps; False if the run had to stop before the last."""
+    for step in range(run.done + 1, args.steps + 1):
+        try:
+            metrics, samples = train_step(run, args, step, collect)
+        except (Interrupted, UserError) as error:
+            # before its first update a step's weights are the last one's; a mistake of one rank alone leaves the others waiting
+            together = isinstance(error, (Interrupted, Everywhere)) or parallel.world() == 1
+            if together and not run.updating and run.state and run.saved != run.state["step"]:
+                run.saved = save(run, args)
+            if isinstance(error, Interrupted):
+                return False
+            raise
+        if finish_step(run, args, step, metrics, samples, log) and step < args.steps:
+            return False
+    return True
+
+
+def save(run, args):
+    """The checkpoint of the last finished step; returns its number."""
+    runstate.save(run, args, run.state)
+    return run.state["step"]
+
+
+def train(args, collect=collect):
+    """A whole run. collect(run, args, step, sec) -> (samples, metrics) makes a step's batch; train_dapo.py has its own."""
+    args.device = parallel.start(args.device)
+    if not parallel.is_main():
+        sys.stdout = open(os.devnull, "w")  # one process speaks; mistakes go to stderr from all of them
+    resume_from = parallel.on_main(open_run_folder, args)
     run = setup(args)
     print(json.dumps(vars(args)))
     if args.dry_run:
         print(f"dry run: nothing sampled, nothing written to {args.out}")
         return
-    if resume_from:
-        restore(run, resume_from, args)
-    log = RunLog(args.out, args.tensorboard, resume_step=run.done if resume_from else None)
-    write_json(os.path.join(args.out, "flags.json"), vars(args))
-    run.engine.sync(run.model.named_parameters())  # always before the first sample, after a resume too
-    summary = run.summary
-    if args.eval_every and not run.done:
-        result = held_out(run, args, "before")
-        summary |= {"acc_before": result["acc"], "se_before": result["se"], "len_before": result["len_mean"]}
-    for step in range(run.done + 1, args.steps + 1):
-        metrics, samples = train_step(run, args, step)
-        summary["tokens"] += metrics["tokens"]
-        summary["train_seconds"] += metrics["sec/step"]
-        if args.eval_every and (step % args.eval_every == 0 or step == args.steps):
-            result = held_out(run, args, f"after step {step}")
-            metrics |= {"eval/acc": result["acc"], "eval/se": result["se"], "eval/len_mean": result["len_mean"]}
-            summary |= {"acc_after": result["acc"], "se_after": result["se"], "len_after": result["len_mean"]}
-        log.log(step, {k: v for k, v in metrics.items() if not k.startswith("n/")})
-        log.samples(step, [sample_record(s) for s in samples[: args.log_samples]])
-        log.line(step, args.steps, metrics)
-        if metrics["skipped"] == args.updates_per_step:
-            print(f"step {step}: no update was made: no usable reward or no finite gradient (samples.jsonl shows the rewards)")
-        if step == args.steps or (args.save_every and step % args.save_every == 0):
-            state = {"step": step, "data": run.shuffled.state_dict(), "summary": summary, "flags": vars(args)}
-            state |= {name: part.state_dict() for name, part in stateful(run, args).items()}
-            weights, optimizer_state = run.masters.weights, run.optimizer.state_dict()
-            checkpoint.save(args.out, step, run.model, run.tokenizer, weights, optimizer_state, state, args.keep_last)
-    log.close()
+    with Stop(args.save_before_seconds) as run.stop:
+        if resume_from:
+            runstate.restore(run, resume_from, args)
+        run.state, run.saved, run.updating, log = None, run.done, False, None
+        if parallel.is_main():
+            resume_step = run.done if resume_from else None
+            log = RunLog(args.out, args.tensorboard, resume_step, wandb=args.wandb, config=vars(args))
+            write_json(os.path.join(args.out, "flags.json"), vars(args))
+        sync(run)  # always before the first sample, after a resume too
+        if args.eval_every and not run.done:
+            result = held_out(run, args, "before")
+            run.summary |= {"acc_before": result["acc"], "se_before": result["se"], "len_before": result["len_mean"]}
+        finished = steps(run, args, collect, log)
     run.engine.close()
-    write_json(os.path.join(args.out, "summary.json"), summary)
-    picture = os.path.join(args.out, "curves.png")
-    plot.draw([args.out], picture)
-    print(json.dumps(summary))
-    print(f"picture: {picture}")
+    if log:
+        log.close()
+    if finished and parallel.is_main():
+        write_json(os.path.join(args.out, "summary.json"), run.summary)
+        picture = os.path.join(args.out, "curves.png")
+        plot.draw([args.out], picture)
+        print(json.dumps(run.summary))
+        print(f"picture: {picture}")
+    parallel.stop()
+    if not finished:
+        print(f"stopped by {run.stop.reason}: {run.saved} finished steps are saved in {args.out}; go on with --resume")
+        sys.exit(run.stop.exit_code())
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import numpy
 import torch
 
 import fp8
+import parallel
 import precision
 from errors import UserError
 from rollout import Completion, check_prompts, eos_ids, row_seed
@@ -240,6 +241,7 @@ class VLLMEngine:
         own_rope=False,
         own_norm=False,
         compile=False,
+        device=None,
         **quantiser,
     ):
         """model: the learner's module, for its config and layer names; recipe, kernels: what the linear layers run
@@ -250,7 +252,8 @@ class VLLMEngine:
         own_norm: vLLM's RMSNorm, which takes the residual sum before its rounding (always so on a GPU: CUDA graphs)
         own_rope: vLLM's RoPE kernel, which rounds once, not the learner's arithmetic: most of a small model's gap (align.py)
         """
-        gpu = model.device.type == "cuda"
+        device = torch.device(device or model.device)
+        gpu = device.type == "cuda"
         config = model.config.get_text_config()
         check_tensor_parallel(tensor_parallel, getattr(config, "num_key_value_heads", tensor_parallel))
         self.eos, self.vocab = eos_ids(model, tokenizer), len(tokenizer)
@@ -261,7 +264,7 @@ class VLLMEngine:
         self.dtype = dtype or precision.recipe_of(recipe)["dtype"]
         self.memory_fraction, self.tensor_parallel = memory_fraction, tensor_parallel
         self.sleep_level, self.asleep = sleep_level if gpu else 0, False
-        quantisation, extra = engine_quantisation(model, recipe, kernels, **quantiser)
+        quantisation, extra = engine_quantisation(model, recipe, kernels, device, **quantiser)
         self.folder = tempfile.TemporaryDirectory(prefix="vllm-")
         hf_config = model.config.to_dict() | {"dtype": str(self.dtype).removeprefix("torch.")}
         # vLLM's reload leaves a tied lm_head with old weights (packed apart on a CPU): untie there, send the embedding twice
@@ -284,7 +287,8 @@ class VLLMEngine:
                 disable_log_stats=True, seed=0,
                 tensor_parallel_size=tensor_parallel,
                 **({} if compile else {"compilation_config": compilation}),
-                **({"distributed_executor_backend": "external_launcher"} if tensor_parallel > 1 else {}),
+                # one engine per group of processes: vLLM takes ranks and GPUs from the launcher
+                **({"distributed_executor_backend": "external_launcher"} if parallel.launched() > 1 else {}),
                 **(gpu_only if gpu else cpu_only),
             )  # fmt: skip
         torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it for the whole process
@@ -294,7 +298,7 @@ class VLLMEngine:
         self.names = {name for name in self.llm.apply_model(parameter_names)[0] if "scale" not in name}
         self.buffers = self.llm.apply_model(buffer_sums)[0]
 
-    def generate(self, prompt_ids, n=1, temperature=1.0, max_tokens=64, seed=0, progress=False, top_p=1.0):
+    def generate(self, prompt_ids, n=1, temperature=1.0, max_tokens=64, seed=0, progress=False, top_p=1.0, first=0):
         """As rollout.HFEngine.generate. A token whose log-prob vLLM did not return gets NaN, which the corrections count."""
         if self.asleep:
             raise UserError("vLLM sleeps since the last samples were taken: sync its weights before the next generate")
@@ -304,8 +308,8 @@ class VLLMEngine:
             for j in range(n):
                 requests.append({"prompt_token_ids": ids})
                 params.append(SamplingParams(
-                    temperature=temperature, top_p=top_p, top_k=0, max_tokens=max_tokens, seed=row_seed(seed, i, j), logprobs=0,
-                    stop_token_ids=self.eos, ignore_eos=True, detokenize=False, repetition_penalty=1.0,
+                    temperature=temperature, top_p=top_p, top_k=0, max_tokens=max_tokens, seed=row_seed(seed, first + i, j),
+                    logprobs=0, stop_token_ids=self.eos, ignore_eos=True, detokenize=False, repetition_penalty=1.0,
                     logit_bias=self.no_text or None,
                 ))  # fmt: skip
         with rng_untouched(), failures_explained(self.memory_fraction):
@@ -329,8 +333,7 @@ class VLLMEngine:
 
         def stream():
             for name, w in self.untied(named_weights):
-                w = w.detach()
-                w = (w.full_tensor() if hasattr(w, "full_tensor") else w).to(self.dtype)
+                w = parallel.full(w).to(self.dtype)
                 fused = fused_name(name, self.packed)
                 total, absolute = sums([(name, w)])[name] if check else (0.0, 0.0)
                 before = sent.get(fused, (0.0, 0.0))
@@ -411,19 +414,19 @@ def check_tensor_parallel(size, kv_heads):
                         f"accelerate launch --num_processes {size} ...")
 
 
-def engine_quantisation(model, recipe, kernels, backend=None, grad_dtype=None, power_of_two=False, fp32_products=False,
+def engine_quantisation(model, recipe, kernels, device, backend=None, grad_dtype=None, power_of_two=False, fp32_products=False,
                         keep_bf16=""):
     """(LLM's quantization argument, entries for the model's config.json) of a recipe and a kind of kernels."""
     granularity = precision.recipe_of(recipe)["granularity"]
     if kernels == "native":
-        if model.device.type != "cuda":
+        if device.type != "cuda":
             raise UserError("--rollout-kernels native: vLLM has no FP8 kernels on a CPU; use aligned")
         if granularity is None:
             return None, {}
         return {"tensor": "fp8_per_tensor", "row": "fp8_per_channel", "block": "fp8_per_block"}[granularity], {}
     names = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
     kept = {int(p) for name in precision.kept_by_position(names, keep_bf16) for p in name.split(".") if p.isdigit()}
-    backend = backend or precision.default_backend(model.device)
+    backend = backend or precision.default_backend(device)
     entry = {"quant_method": "aligned", "granularity": granularity, "backend": backend, "power_of_two": power_of_two}
     return "aligned", {"quantization_config": entry | {"fp32_products": fp32_products, "kept": sorted(kept)}}
 

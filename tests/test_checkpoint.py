@@ -4,22 +4,27 @@
 """
 
 import collections
+import contextlib
 import json
 import multiprocessing
 import os
+import random
 import resource
 import shutil
 import signal
 import subprocess
 import sys
 
+import numpy
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import checkpoint
-from checkpoint import latest, load, save
+import fp8
+import precision
+from checkpoint import latest, load, rng_state, save, set_rng_state
 from errors import UserError, run_main
 
 STATE = {"step": 2, "position": [0, 7], "flags": {"lr": 1e-6, "out": "é", "resume": None}, "best": 0.1 + 0.2}
@@ -139,6 +144,167 @@ def test_names_of_compiled_and_shared_tensors(tmp_path):
         save(tmp_path, 2, model, tokenizer, weights | dict(model.named_parameters()), {}, {})
 
 
+def test_a_compiled_model_saves_the_plain_names(tmp_path):
+    model, tokenizer = tiny(tie=False)
+    plain = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.model.layers[0] = torch.compile(model.model.layers[0])
+    compiled = torch.compile(model)  # nothing is compiled before a call
+    named = dict(compiled.named_parameters())
+    assert "_orig_mod.model.layers.0._orig_mod.mlp.up_proj.weight" in named
+    path = save(tmp_path, 1, compiled, tokenizer, named, {}, {})
+    weights = load(path)[0]
+    assert sorted(weights) == sorted(plain) and all(equal(weights[name], p) for name, p in plain.items())
+    again, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(info.values()) and equal(dict(again.named_parameters()), plain)
+    assert again.config.architectures == ["Qwen3ForCausalLM"]
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_model_trained_in_fp8_is_a_plain_one_on_the_disk(tmp_path, tie):
+    model, tokenizer = tiny(tie)
+    names, ids = list(model.state_dict()), torch.arange(8)[None]
+    assert len(precision.convert(model, "fp8-row").converted) == 14 and list(model.state_dict()) == names
+    masters = precision.Masters(model, torch.bfloat16)
+    optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-3)
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    masters.publish()
+    path = save(tmp_path, 1, model, tokenizer, masters.weights, optimizer.state_dict(), {})
+
+    def logits(model, plain=False):
+        with torch.no_grad(), precision.high_precision(model) if plain else contextlib.nullcontext():
+            return model(ids).logits
+
+    again, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(info.values()) and list(again.state_dict()) == names
+    assert not any(isinstance(layer, fp8.FP8Linear) for layer in again.modules())
+    assert all(equal(masters.weights[name].detach(), p.detach()) for name, p in again.named_parameters())
+    again = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    assert torch.equal(logits(again), logits(model, plain=True))
+    assert not torch.equal(logits(again), logits(model))  # in FP8 it computes something else, until converted too
+    precision.convert(again, "fp8-row")
+    assert torch.equal(logits(again), logits(model))
+    masters.release()
+    again = AutoModelForCausalLM.from_pretrained(path)
+    assert torch.equal(logits(again), logits(model, plain=True))
+
+
+def draws():
+    """Some of every generator; odd numbers of normals, so that half of a pair is held back."""
+    return [random.random(), random.gauss(0, 1), *numpy.random.randn(3), numpy.random.randint(2**31), *torch.randn(17).tolist()]
+
+
+def test_random_state_survives_json_exactly():
+    draws()
+    state = rng_state()
+    text = json.dumps(state, indent=2)
+    assert "cuda" not in state and json.loads(text) == state and text.count("\n") < 20
+    first = draws()
+    assert first != draws()
+    random.seed(1)
+    numpy.random.seed(1)
+    torch.manual_seed(1)
+    set_rng_state(json.loads(text))
+    assert rng_state() == state and draws() == first
+
+
+def test_random_state_of_gpus(monkeypatch, capsys):
+    """What CUDA is asked and told; there need not be a GPU."""
+    states, told = [torch.arange(16, dtype=torch.uint8), torch.full((16,), 255, dtype=torch.uint8)], []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", told.append)
+    state = json.loads(json.dumps(rng_state()))
+    for here in (4, 2, 1, 0):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda here=here: here)
+        set_rng_state(state)
+    assert [len(one) for one in told] == [2, 2, 1] and equal(told[0], states) and equal(told[2], states[:1])
+    assert capsys.readouterr().err.splitlines() == [
+        f"warning: the checkpoint has the random state of 2 GPUs, here are {here}" for here in (1, 0)]
+    set_rng_state({name: part for name, part in state.items() if name != "cuda"})
+    assert len(told) == 3 and capsys.readouterr().err == ""
+
+
+@pytest.mark.gpu
+def test_random_state_of_a_real_gpu():
+    torch.randn(5, device="cuda")
+    state = json.loads(json.dumps(rng_state()))
+    first = torch.randn(17, device="cuda")
+    torch.cuda.manual_seed_all(1)
+    set_rng_state(state)
+    assert len(state["cuda"]) == torch.cuda.device_count() and torch.equal(torch.randn(17, device="cuda"), first)
+
+
+def test_a_resumed_training_goes_on_bit_for_bit(tmp_path):
+    def steps(model, optimizer, count):
+        for _ in range(count):
+            optimizer.zero_grad()
+            noise = torch.randn(1, 8, 32) * random.random() + numpy.random.randn()
+            model(inputs_embeds=noise, labels=torch.arange(8)[None]).loss.backward()
+            optimizer.step()
+
+    def fresh():
+        model, tokenizer = tiny(tie=True)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2), tokenizer
+
+    model, optimizer, tokenizer = fresh()
+    steps(model, optimizer, 2)
+    path = save(tmp_path, 2, model, tokenizer, model.state_dict(), optimizer.state_dict(), {"rng": rng_state()})
+    steps(model, optimizer, 2)
+    whole, moments = dict(model.state_dict()), optimizer.state_dict()
+    for _ in range(2):  # the first must leave the files it has mapped as they were
+        draws()
+        model, optimizer, _ = fresh()
+        weights, optimizer_state, state = load(path)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(optimizer_state)
+        set_rng_state(state["rng"])
+        steps(model, optimizer, 2)
+        assert equal(dict(model.state_dict()), whole) and equal(optimizer.state_dict(), moments)
+
+
+def mapped(tensor, path):
+    """Whether the memory of a tensor is a map of this file, and still shared: no page of it was written by this process."""
+    inside = False
+    with open("/proc/self/smaps") as f:
+        for line in f:
+            field = line.split()
+            if not field[0].endswith(":"):  # START-END flags offset device inode PATH, then a line per property
+                start, end = (int(edge, 16) for edge in field[0].split("-"))
+                inside = start <= tensor.data_ptr() < end and field[-1] == path
+            elif inside and field[0] == "Anonymous:":
+                return field[1] == "0"
+    return False
+
+
+def tensors(tree):
+    if torch.is_tensor(tree):
+        return [tree]
+    return [tensor for item in (tree.values() if isinstance(tree, dict) else ()) for tensor in tensors(item)]
+
+
+def test_load_maps_the_files(tmp_path):
+    """So that the processes of one machine hold one copy; and replacing or pruning the checkpoint leaves the tensors whole."""
+    model, tokenizer = tiny(tie=True)
+    odd = {"empty": torch.zeros(0, 3), "byte": torch.tensor([7], dtype=torch.uint8), "view": torch.arange(6.0).view(2, 3).T}
+    path = save(tmp_path, 2, model, tokenizer, model.state_dict(), trained(model) | {"odd": odd}, {})
+    weights, optimizer_state, _ = load(path)
+    copies = {name: tensor.clone() for name, tensor in weights.items()}, [tensor.clone() for tensor in tensors(optimizer_state)]
+    assert equal(optimizer_state["odd"], odd) and len(copies[1]) > 60
+    for file, loaded in (("model.safetensors", tensors(weights)), ("optimizer.pt", tensors(optimizer_state))):
+        assert all(mapped(tensor, os.path.join(path, file)) for tensor in loaded if tensor.numel())
+
+    weights["model.norm.weight"].zero_()  # a private map: the file does not see it
+    assert equal(load(path)[0]["model.norm.weight"], copies[0]["model.norm.weight"])
+    weights["model.norm.weight"].copy_(copies[0]["model.norm.weight"])
+    weights, optimizer_state, _ = load(path)
+    other = {name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()}
+    save(tmp_path, 2, model, tokenizer, other, {}, {})  # replaces it
+    save(tmp_path, 3, model, tokenizer, other, {}, {}, keep_last=1)  # and prunes it
+    assert names(tmp_path) == ["step_000003"]
+    assert equal(weights, copies[0]) and equal(tensors(optimizer_state), copies[1])
+
+
 def test_same_step_is_replaced_and_tmp_removed(tmp_path):
     save_tiny(tmp_path, 2)
     os.makedirs(tmp_path / "checkpoints/.tmp-step_000009")  # left by a killed save
@@ -171,12 +337,26 @@ def test_keep_last(tmp_path):
     assert names(tmp_path) == ["step_000003", "step_000005", "step_1000000"]
 
 
+def test_the_best_is_kept(tmp_path):
+    kept = []
+    for step, best in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 2), (6, 6), (7, 6)):
+        save_tiny(tmp_path, step, keep_last=1, best=best)
+        kept.append([int(name[-1]) for name in names(tmp_path)])
+    assert kept == [[1], [2], [2, 3], [2, 4], [2, 5], [6], [6, 7]]  # a former best goes as any other does
+    save_tiny(tmp_path, 8, keep_last=2, best=6)
+    save_tiny(tmp_path, 9, keep_last=2, best=6)  # it does not count as one of the two
+    assert names(tmp_path) == ["step_000006", "step_000008", "step_000009"]
+    save_tiny(tmp_path, 10, keep_last=0, best=10)  # keep_last=0 keeps all
+    assert len(names(tmp_path)) == 4
+
+
 def test_older_ones_go_only_after_the_new_one_is_whole(tmp_path, monkeypatch):
-    save_tiny(tmp_path, 1)
+    save_tiny(tmp_path, 1, best=1)
+    save_tiny(tmp_path, 2, best=1)
     monkeypatch.setattr(checkpoint, "save_file", lambda *a: (_ for _ in ()).throw(checkpoint.SafetensorError("no space")))
     with pytest.raises(UserError, match="no space"):
-        save_tiny(tmp_path, 2, keep_last=1)
-    assert names(tmp_path) == ["step_000001"]
+        save_tiny(tmp_path, 3, keep_last=1, best=3)
+    assert names(tmp_path) == ["step_000001", "step_000002"]  # the former best too
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "state.json", "config.json"])

@@ -11,6 +11,7 @@ from clipping import (
     group_advantages,
     group_metrics,
     icepop_weight,
+    kl_loss,
     merge_metrics,
     mis_mask,
     mismatch_metrics,
@@ -509,3 +510,63 @@ def test_merge_weighs_each_share_by_its_own_count():
     for bad in ([], [a, {"n/tok": 1}]):
         with pytest.raises(ValueError, match="same keys"):
             merge_metrics(bad)
+
+
+# -----------------------------------------------------------------------------
+# KL to a reference
+
+
+@pytest.mark.parametrize("estimator,value,slope", [("k1", -math.log(2), 1), ("k2", math.log(2) ** 2 / 2, -math.log(2)),
+                                                   ("k3", 1 - math.log(2), -1)])  # fmt: skip
+def test_kl_estimators_by_hand(estimator, value, slope):
+    """log pi = 0, log ref = ln 2: k1 -0.6931, k2 0.2402, k3 0.3069; and what each does to the token's log-prob."""
+    new = f64([0.0]).requires_grad_()
+    loss, metrics = kl_loss(new, f64([math.log(2)]), torch.tensor([[True]]), estimator)
+    (grad,) = torch.autograd.grad(loss, new)
+    near([loss.item(), grad.item()], [value, slope])
+    near([metrics["kl_ref/k1"], metrics["kl_ref/k3"]], [-math.log(2), 1 - math.log(2)])
+
+
+def test_kl_gradients_are_those_of_the_table():
+    """Exactly, over a vocabulary of five: the mean of each estimator's gradient over tokens drawn from the policy."""
+    generator = torch.Generator().manual_seed(0)
+    logits, ref = (torch.randn(5, dtype=torch.float64, generator=generator) for _ in range(2))
+    logits, log_ref = logits.requires_grad_(), ref.log_softmax(-1)
+    p = logits.detach().softmax(-1)
+
+    def divergence(a, b):
+        return (a.exp() * (a - b)).sum()
+
+    (to_ref,) = torch.autograd.grad(divergence(logits.log_softmax(-1), log_ref), logits)
+    (from_ref,) = torch.autograd.grad(divergence(log_ref, logits.log_softmax(-1)), logits)
+    for estimator, want in (("k1", torch.zeros(5)), ("k2", to_ref), ("k3", from_ref)):
+        logp, mask = logits.log_softmax(-1)[None], torch.ones(1, 1, dtype=torch.bool)
+        losses = [kl_loss(logp[:, i : i + 1], log_ref[None, i : i + 1], mask, estimator)[0] for i in range(5)]
+        (grad,) = torch.autograd.grad((p * torch.stack(losses)).sum(), logits)  # the drawing itself is not differentiated
+        near(grad, want, 1e-12)
+
+
+@quick
+@given(st.lists(st.floats(-40, 40), min_size=1, max_size=6), st.integers(0, 3))
+def test_k3_is_never_negative_and_masked_tokens_reach_nothing(d, masked):
+    new = f64(d + [NAN] * masked)
+    mask = lengths_mask([len(d)], len(d) + masked)
+    new = new[None].requires_grad_()
+    for agg in AGGS:
+        loss, metrics = kl_loss(new, torch.zeros_like(new), mask, "k3", agg)
+        (grad,) = torch.autograd.grad(loss, new)
+        assert loss >= 0 and metrics["kl_ref/k3"] >= 0 and grad.isfinite().all() and not grad[~mask].any()
+
+
+def test_kl_splits_and_aggregates_as_the_policy_loss_does():
+    new, ref = f64([0.1, 0.2, 0.3, 0.0], [0.4, 0.0, 0.0, 0.0]).log(), torch.full((2, 4), -1.0, dtype=torch.float64)
+    new = new.nan_to_num(neginf=0.0)
+    mask = lengths_mask([3, 1], 4)
+    for agg, denom in (("token-mean", 4), ("seq-mean-token-mean", 2), ("seq-mean-token-sum-norm", 2 * 4)):
+        whole, _ = kl_loss(new, ref, mask, "k2", agg)
+        parts = [kl_loss(new[i : i + 1], ref[i : i + 1], mask[i : i + 1], "k2", agg, denom)[0] for i in range(2)]
+        near(sum(parts), whole)
+    value = (new + 1).square() / 2
+    near(kl_loss(new, ref, mask, "k2", "seq-mean-token-mean")[0], (value[0, :3].mean() + value[1, 0]) / 2)
+    with pytest.raises(ValueError, match="k1, k2 or k3"):
+        kl_loss(new, ref, mask, "k4")

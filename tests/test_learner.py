@@ -266,7 +266,7 @@ def test_missing_log_probs_and_rewards_survive_recording(home, tmp_path):
     (("--clip", "calibrated", "--calib-stages", "upper", "--calib-lower", "quantile"), ("--calib-lower", "--calib-stages up")),
     (("--rollout-precision", "fp32", "--activations", "fp32"), ("--activations fp32", "--rollout-precision fp32")),
     (("--activations", "fp32", "--fp8-backend", "scaled_mm"), ("--activations fp32", "--fp8-backend scaled_mm")),
-    (("--engine", "vllm", "--vllm-tp", "2"), ("--vllm-tp 2", "not built yet")),
+    (("--engine", "vllm", "--vllm-tp", "2"), ("--vllm-tp 2", "found 1")),
     (("--engine", "vllm", "--device", "cuda:1"), ("--engine vllm", "--device cuda:1", "CUDA_VISIBLE_DEVICES=1")),
     (("--clip", "calibrated", "--calib-init", "0.3", "1.8"), ("--calib-init", "--calib-range-low")),
     (("--clip", "calibrated", "--calib-init", "1.1", "1.8"), ("--calib-init",)),

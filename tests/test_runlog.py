@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -178,6 +179,165 @@ def test_no_tensorboard_import_without_the_flag(tmp_path):
             "print('tensorboard' in sys.modules, 'torch' in sys.modules)")
     command = [sys.executable, "-c", code, str(tmp_path)]
     assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == "False False\n"
+
+
+def test_tensorboard_has_each_step_once_after_a_resume(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    for resume_step, first, last in ((None, 1, 5), (3, 4, 6)):  # killed after step 5, its last checkpoint was of step 3
+        log = RunLog(tmp_path, tensorboard=True, resume_step=resume_step)
+        for step in range(first, last + 1):
+            log.log(step, {"reward": step + (resume_step or 0) / 8})
+            log.samples(step, [{"reward": step}])
+        log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    rows = [(1, 1), (2, 2), (3, 3), (4, 4.375), (5, 5.375), (6, 6.375)]
+    assert [(e.step, e.value) for e in events.Scalars("reward")] == rows
+    columns = read_csv(tmp_path / "metrics.csv")
+    assert list(zip(columns["step"], columns["reward"], strict=True)) == rows
+    assert [json.loads(line)["step"] for line in read(tmp_path / "samples.jsonl").splitlines()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_default_run_opens_no_connection(tmp_path):
+    """Neither a socket nor a name look-up, nor a child process that could do it; wandb is not even imported."""
+    code = ("import sys; from runlog import RunLog, progress, write_json\n"
+            "seen = []\n"
+            "names = ('socket.', 'subprocess.', 'os.fork', 'os.exec', 'os.posix_spawn', 'os.system', 'urllib.', 'http.')\n"
+            "sys.addaudithook(lambda name, args: seen.append(name) if name.startswith(names) else None)\n"
+            "for resume_step in (None, 1):\n"
+            "    log = RunLog(sys.argv[1], resume_step=resume_step)\n"
+            "    for step in progress([2, 3], 'steps') if resume_step else [1]:\n"
+            "        log.log(step, {'reward': 0.5}); log.samples(step, [{'a': 1}]); log.line(step, 3, {})\n"
+            "    log.close(); write_json(sys.argv[1] + '/summary.json', {})\n"
+            "print(seen, [name for name in sys.modules if 'wandb' in name or 'tensorboard' in name])")
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[] []"
+    assert read_csv(tmp_path / "metrics.csv")["step"] == [1, 2, 3]
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """fake(...) puts a module with wandb's names in its place and returns the list of calls (name, arguments).
+
+    logged_in; old: a wandb before 0.30, whose login has no `prompt`; and name=error makes that call raise it.
+    """
+    for name in ("WANDB_MODE", "WANDB_PROJECT", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+    def install(logged_in=True, old=False, **errors):
+        wandb, calls = types.ModuleType("wandb"), []
+
+        def call(name, **arguments):
+            calls.append((name, arguments))
+            if name in errors:
+                error = errors[name]
+                raise error if isinstance(error, Exception) else wandb.Error(error)
+
+        def init(**arguments):
+            call("init", **arguments)
+            return types.SimpleNamespace(log=log, finish=lambda exit_code=None: call("finish"))
+
+        def log(data, step=None, commit=None):
+            call("log", step=step, data=data, commit=commit)
+
+        def login(key=None, relogin=None, timeout=None, verify=False, prompt=True):
+            call("login")
+            assert prompt is False, "it would ask"
+            return logged_in
+
+        wandb.Error = type("Error", (Exception,), {})
+        wandb.init, wandb.login = init, login
+        if old:
+            wandb.login = lambda key=None, relogin=None, timeout=None, verify=False: pytest.fail("it would ask")
+            wandb.api = types.SimpleNamespace(api_key="0" * 40 if logged_in else None)
+        monkeypatch.setitem(sys.modules, "wandb", wandb)
+        return calls
+
+    return install
+
+
+def wandb_run(out, steps, **keywords):
+    log = RunLog(out, wandb=True, config={"lr": 1e-6, "resume": None}, **keywords)
+    for step in steps:
+        log.log(step, {"reward": torch.tensor(0.5), "n": 3, "acc": None})
+    log.close()
+    assert read_csv(os.path.join(out, "metrics.csv"))["step"] == list(range(1, steps[-1] + 1))
+
+
+def of(calls, name):
+    return [arguments for called, arguments in calls if called == name]
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_wandb_gets_the_rows(tmp_path, fake, capsys, monkeypatch, old):
+    calls = fake(old=old)
+    monkeypatch.chdir(tmp_path)
+    wandb_run("out", [1, 2])
+    assert capsys.readouterr().out == ""
+    [init] = of(calls, "init")
+    assert init.pop("id") == read(tmp_path / "out/wandb_id").strip()
+    assert init == {"project": "lowprec-rl", "dir": str(tmp_path / "out"), "config": {"lr": 1e-6, "resume": None},
+                    "allow_val_change": True, "mode": None, "resume": "allow"}
+    assert of(calls, "log") == [{"step": step, "data": {"reward": 0.5, "n": 3}, "commit": True} for step in (1, 2)]
+    assert calls[-1] == ("finish", {})
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    monkeypatch.setenv("WANDB_DIR", "/scratch")
+    wandb_run("other", [1])
+    assert of(calls, "init")[1]["project"] == "mine" and of(calls, "init")[1]["dir"] == "/scratch"
+
+
+def test_a_resumed_run_is_the_same_wandb_run(tmp_path, fake):
+    random_state = torch.get_rng_state()
+    calls = fake()
+    wandb_run(tmp_path, [1, 2])
+    wandb_run(tmp_path, [2, 3], resume_step=1)
+    wandb_run(tmp_path, [1])  # a new run in the old one's folder
+    RunLog(tmp_path).close()  # one without wandb: a resume with it must not fall into another run
+    wandb_run(tmp_path, [1], resume_step=0)
+    first, resumed, new, last = (init["id"] for init in of(calls, "init"))
+    assert first == resumed and len({first, new, last}) == 3 and re.fullmatch("[0-9a-f]{16}", first)
+    assert torch.equal(random_state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_wandb_without_a_login_writes_offline(tmp_path, fake, capsys, monkeypatch, old):
+    calls = fake(logged_in=False, old=old)
+    wandb_run(tmp_path, [1])
+    assert of(calls, "init")[0]["mode"] == "offline" and len(of(calls, "log")) == 1
+    line = "--wandb: not logged in, so it writes offline; `wandb login` before a run, `wandb sync` after it\n"
+    assert capsys.readouterr().out == line
+    for mode in ("offline", "disabled"):  # the user has decided
+        monkeypatch.setenv("WANDB_MODE", mode)
+        calls.clear()
+        wandb_run(tmp_path / mode, [1])
+        assert of(calls, "init")[0]["mode"] is None and not of(calls, "login") and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("module", [None, types.ModuleType("wandb")], ids=["absent", "a folder of that name"])
+def test_wandb_that_is_not_installed(tmp_path, monkeypatch, capsys, module):
+    monkeypatch.setitem(sys.modules, "wandb", module)  # None makes the import fail
+    wandb_run(tmp_path, [1, 2])
+    line = capsys.readouterr().out
+    assert line.startswith("--wandb: ") and line.endswith("(pip install wandb); the run goes on with metrics.csv\n")
+    assert line.count("\n") == 1 and not os.path.exists(tmp_path / "wandb_id")
+
+
+@pytest.mark.parametrize("name", ["login", "init", "log", "finish"])
+@pytest.mark.parametrize("error, text", [("no answer\n from the server", "no answer from the server"),
+                                         (BrokenPipeError(), "BrokenPipeError")])
+def test_trouble_in_wandb_is_one_line(tmp_path, fake, capsys, name, error, text):
+    calls = fake(**{name: error})
+    wandb_run(tmp_path, [1, 2, 3])
+    assert capsys.readouterr().out == f"--wandb: {text}; the run goes on with metrics.csv\n"
+    assert [called for called, _ in calls][-1] == name  # the first trouble is the last call
+    assert len(of(calls, "log")) == {"login": 0, "init": 0, "log": 1, "finish": 3}[name]
+
+
+def test_a_mistake_in_our_use_of_wandb_keeps_its_traceback(tmp_path, fake):
+    fake(init=TypeError("no such argument"))
+    with pytest.raises(TypeError, match="no such argument"):
+        wandb_run(tmp_path, [1])
 
 
 def test_progress_is_quiet_without_a_terminal(capsys):

@@ -336,7 +336,7 @@ class Spy:
         return call
 
     def sample_and_grade(self, a, result):
-        self.prompts.append([row["prompt"] for row in a[2]])
+        self.prompts.append([row["prompt"] for row in a[1]])
 
     def old_pass(self, a, result):
         self.minis.append(a[1])
@@ -459,6 +459,42 @@ def test_evaluation_in_the_run(home, tmp_path):
 def test_warmup_is_linear_and_then_constant(home, tmp_path):
     rows = run(home, tmp_path / "out", "--steps", 4, "--warmup", 3, "--lr", 3e-3)
     assert [float(row["lr"]) for row in rows] == pytest.approx([1e-3, 2e-3, 3e-3, 3e-3])
+
+
+@pytest.mark.parametrize("schedule,want", [
+    ("linear", [0.5, 1.0, 0.8125, 0.625, 0.4375, 0.25, 0.25]),
+    ("cosine", [0.5, 1.0, 0.890165, 0.625, 0.359835, 0.25, 0.25]),
+])  # fmt: skip
+def test_learning_rate_decays_to_its_own_horizon(schedule, want):
+    """Two steps of warm-up, then down to a quarter at step 6, by hand; --steps plays no part."""
+    line = ["--device", "cpu", "--lr", "1", "--warmup", "2", "--lr-schedule", schedule, "--lr-decay-steps", "6"]
+    for steps in (7, 500):
+        args = train_grpo.parse_flags([*line, "--lr-min-ratio", "0.25", "--steps", str(steps)])
+        assert [train_grpo.learning_rate(args, step) for step in range(1, 8)] == pytest.approx(want, abs=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_to_the_starting_model(home, tmp_path, estimator):
+    """0 in a run's first update, as learner and reference are one; then it grows, less with a larger coefficient (k1
+    pulls nowhere). The reference stays --model's weights after a resume."""
+    flags = ("--precision", "fp8-row", "--lr", 3e-3, "--steps", 4, "--kl-estimator", estimator, "--save-every", 2)
+    rows = run(home, tmp_path / "a", *flags, "--kl-coef", 1e-6, "--updates-per-step", 1)
+    values = [float(row["kl_ref/k3"]) for row in rows]
+    assert values[0] == 0 and values[3] > values[1] > 0
+    if estimator != "k1":
+        strong = run(home, tmp_path / "b", *flags, "--kl-coef", 5, "--updates-per-step", 1)
+        assert float(strong[3]["kl_ref/k3"]) < 0.8 * values[3]
+    run(home, tmp_path / "c", *flags[:4], *flags[4 + 2 :], "--kl-coef", 1e-6, "--updates-per-step", 1, "--steps", 2)
+    again = run(home, tmp_path / "c", *flags, "--kl-coef", 1e-6, "--updates-per-step", 1, "--resume")
+    assert without_timings(again) == without_timings(rows)
+
+
+def test_activation_checkpointing_changes_nothing(home, tmp_path):
+    plain = run(home, tmp_path / "a", "--precision", "fp8-row")
+    again = run(home, tmp_path / "b", "--precision", "fp8-row", "--activation-checkpointing")
+    assert without_timings(plain) == without_timings(again)
+    a, b = (tensors(tmp_path / name / "checkpoints" / "step_000002") for name in "ab")
+    assert same(a, b)
 
 
 def test_answers_without_a_reward_are_in_no_entropy_bin(home):
@@ -598,6 +634,14 @@ BAD_FLAGS = [
     (["--max-prompt-tokens", "3"], "longer than 3 tokens (--max-prompt-tokens", "the shortest has 8"),
     (["--max-tokens", "250"], "longer than 6 tokens", "context less --max-tokens"),  # 256 positions, prompts of 8
     (["--resume"], "--resume", "no complete checkpoint"),
+    (["--lr-schedule", "cosine"], "--lr-schedule cosine", "--lr-decay-steps"),
+    (["--lr-schedule", "linear", "--warmup", "9", "--lr-decay-steps", "9"], "--lr-schedule linear", "--warmup 9"),
+    (["--lr-decay-steps", "9"], "--lr-decay-steps", "--lr-schedule constant"),
+    (["--kl-estimator", "k2"], "--kl-estimator", "--kl-coef 0"),
+    (["--kl-coef", "-1"], "--kl-coef", "at least 0"),
+    (["--keep-best"], "--keep-best", "--eval-every"),
+    (["--save-before-seconds", "-1"], "--save-before-seconds", "at least 0"),
+    (["--cpu-offload"], "--cpu-offload", "several GPU processes"),
     (["--correction", "none", "--tis-cap", "3"], "--tis-cap has no effect", "--correction none"),
     (["--correction", "icepop", "--tis-level", "sequence"], "--tis-level has no effect", "--correction icepop"),
     (["--mis-low", "0.9"], "--mis-low has no effect", "--correction tis"),
@@ -682,9 +726,11 @@ def test_gpu_without_fp8_units_is_refused(home, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_several_processes_are_refused(home, tmp_path, monkeypatch, capsys):
+def test_a_world_size_without_a_launcher_is_refused(home, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "WORLD_SIZE" in fails(monkeypatch, capsys, argv(home, tmp_path / "out"))
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert "accelerate launch" in fails(monkeypatch, capsys, argv(home, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 

@@ -1,0 +1,334 @@
+"""Several processes: two gloo ranks against one, on converted FP8 modules and tied embeddings; resume; what is refused.
+
+    python -m pytest tests/test_parallel.py
+"""
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import acrl
+import checkpoint
+import flags
+import parallel
+import plot
+import precision
+import reward
+import tiny
+import train_dapo
+import train_grpo
+from errors import Everywhere, UserError
+from learner import old_pass, split, update
+from logprob import token_logps
+from runlog import read_csv
+
+HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TIMINGS = ("sec/", "tok_per_s/", "mem_gb")
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def first_letter_even(texts, golds, truncated, limit=None, progress=False):
+    """A reward an untrained model meets in 3 of 10 answers."""
+    return [float(text[:1] in set("02468")) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with an untrained model of tied embeddings in `model` and 24 sums in `sums.jsonl`."""
+    home = tmp_path_factory.mktemp("home")
+    tokenizer = tiny.make_tokenizer()
+    tiny.make_model(tokenizer).save_pretrained(home / "model")
+    tokenizer.save_pretrained(home / "model")
+    sums = [{"prompt": f"{a}+{a + 1}=", "answer": str(2 * a + 1)} for a in range(100, 124)]
+    (home / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
+    return home
+
+
+def argv(home, out, *extra):
+    text = f"--model {home / 'model'} --data {home / 'sums.jsonl'} --out {out} --device cpu --steps 2 --prompts-per-step 4 "
+    text += "--group-size 4 --updates-per-step 2 --micro-tokens 128 --max-tokens 12 --lr 1e-3 --eval-every 0"
+    return text.split() + [str(x) for x in extra]
+
+
+def grpo(home, out, *extra):
+    args = flags.parse_flags(argv(home, out, *extra))
+    train_grpo.train(args)
+
+
+def dapo(home, out, *extra):
+    extra = ("--warmup", 0, "--overlong-cache", 4, *extra)
+    args = flags.parse_flags(argv(home, out, *extra), extend=train_dapo.add_dapo_flags)
+    train_grpo.train(train_dapo.check(args), train_dapo.collect)
+
+
+def rows(out):
+    columns = read_csv(str(out / "metrics.csv"))
+    return {name: values for name, values in columns.items() if not name.startswith(TIMINGS)}
+
+
+def final(out, step):
+    return checkpoint.load(str(out / "checkpoints" / f"step_{step:06d}"))
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+# -----------------------------------------------------------------------------
+# two ranks in one start: what each case needs is in `home`
+
+
+def meet(rank, port):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+                      MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    reward.grade_batch, plot.draw, parallel.stop = first_letter_even, lambda *a: None, lambda: None
+    assert parallel.start("cpu") == "cpu"
+
+
+LENGTHS = [1, 2, 30, 3, 12, 1, 7, 25, 9, 4, 4, 17]  # unequal however they are dealt
+
+
+class Recorder:
+    """Stands in for the optimizer and keeps the whole gradients it is given."""
+
+    def __init__(self, masters):
+        self.masters, self.grads = masters, None
+
+    def step(self):
+        self.grads = {name: parallel.full(w.grad).double().clone() for name, w in self.masters.weights.items()}
+
+
+def one_update(home, recipe, *extra):
+    """(gradients, update's metrics, old_pass's metrics, calibration's metrics) of one mini-batch on weights moved after the old
+    pass, by however many processes there are. KL to the starting weights, as the loop has it."""
+    from test_train_grpo import samples_of
+
+    sizes = ("--grad-clip", 1e9, "--micro-tokens", 60, "--max-tokens", 30)
+    args = flags.parse_flags(argv(home, "unused", "--precision", recipe, *sizes, *extra))
+    args.updates_per_step = 1
+    model, _, _ = precision.load_model(args.model, recipe, "cpu", torch.float32)
+    shard = (lambda m: parallel.shard(m, "cpu")) if parallel.world() > 1 else None
+    dtype = precision.recipe_of(recipe)["dtype"]
+    reference = precision.frozen(model, dtype, shard=shard)
+    masters = precision.Masters(model, dtype, shard=shard)
+    if args.activation_checkpointing:
+        parallel.checkpoint_layers(model)
+    samples = samples_of(LENGTHS, rewards=[0.0, 1.0, math.nan] + [0.0, 1.0, 0.0] * 3)
+    minis = split(samples, args, 0)
+    calib = train_grpo.make_calibration(args)
+    before = old_pass(model, minis, args, acrl.ACRL(), True, reference)
+    generator = torch.Generator().manual_seed(7)
+    moved = {}
+    for name, w in masters.weights.items():
+        whole = parallel.full(w)
+        moved[name] = whole + 0.3 * torch.randn(whole.shape, generator=generator) * whole.abs().mean()
+    masters.load(moved)
+    recorder = Recorder(masters)
+    metrics = update(model, masters, recorder, minis[0], args, calib, True)
+    return recorder.grads, metrics, before, calib.update()
+
+
+CASES = {"fp32": ("--calib-reference", "fp32", "--clip", "calibrated", "--kl-coef", 0.1),
+         "fp8-row": ("--clip", "calibrated", "--kl-coef", 0.1, "--activation-checkpointing"),
+         "bf16": ("--loss-agg", "seq-mean-token-mean", "--correction", "acrl", "--shadow-every", 1)}
+RESUMED = {"grpo": ("--clip", "calibrated", "--calib-interval", 2), "dapo": ("--correction", "acrl")}
+
+
+def worker(rank, port, home):
+    meet(rank, port)
+    model, _, _ = precision.load_model(str(home / "model"), "fp8-row", "cpu", torch.float32)
+    want, _ = token_logps(precision.frozen(model, torch.bfloat16), *a_batch())
+    sharded = precision.frozen(model, torch.bfloat16, shard=lambda m: parallel.shard(m, "cpu"))
+    assert all(hasattr(p, "device_mesh") for p in sharded.parameters())
+    assert sharded.lm_head.weight is sharded.model.embed_tokens.weight
+    got, _ = token_logps(sharded, *a_batch())
+    assert torch.equal(got, want)  # gathered layer by layer, the same numbers
+
+    assert parallel.gather([rank]) == [0, 1] and parallel.gather([rank], together=2) == [0]
+    assert parallel.total(rank + 1) == 3 and parallel.largest(rank) == 1 and parallel.from_main(rank) == 0
+    assert parallel.block(5) == ((0, 2), (2, 5))[rank] and parallel.block(5, together=2) == (0, 5)
+    assert parallel.together(torch.full((rank + 1,), float(rank))).tolist() == [0, 1, 1]
+    with pytest.raises(UserError, match="rank 1's engine differs"):
+        parallel.agree("engine", rank)
+    with pytest.raises(Everywhere, match="no room"):
+        parallel.on_main(refuse)
+
+    for recipe, extra in CASES.items():
+        found = one_update(home, recipe, *extra)
+        if rank == 0:
+            torch.save(found, home / f"two_{recipe}.pt")
+    loaded = ("--load-rollouts", home / "one" / "rollouts", "--precision", "fp32")
+    grpo(home, home / "two", *loaded)
+    for name, train in (("grpo", grpo), ("dapo", dapo)):
+        flags_ = (*RESUMED[name], "--precision", "fp8-row", "--save-every", 3, "--keep-last", 0)
+        train(home, home / f"{name}_whole", *flags_, "--steps", 6)
+        train(home, home / f"{name}_part", *flags_, "--steps", 3)
+        torch.rand(rank + 1)
+        train(home, home / f"{name}_part", *flags_, "--steps", 6, "--resume")
+    (home / f"done{rank}").touch()
+    torch.distributed.destroy_process_group()
+
+
+def refuse():
+    raise UserError("no room")
+
+
+def a_batch():
+    from logprob import collate
+
+    return collate([[3, 4], [5]], [[6, 7, 8], [9, 1]], 0), 1.0
+
+
+@pytest.fixture(scope="module")
+def ranks(home):
+    """Everything two ranks do, in one start; the tests below look at what they left in `home`."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reward, "grade_batch", first_letter_even)
+        patch.setattr(plot, "draw", lambda *a: None)
+        grpo(home, home / "one", "--precision", "fp32", "--save-rollouts")
+        torch.multiprocessing.spawn(worker, args=(free_port(), home), nprocs=2)
+        yield home
+    torch.set_num_threads(threads)
+
+
+def test_two_ranks_do_what_they_should(ranks):
+    assert (ranks / "done0").exists() and (ranks / "done1").exists()
+
+
+def relative(a, b):
+    difference = sum((a[k] - b[k]).square().sum() for k in b).sqrt()
+    return (difference / sum(v.square().sum() for v in b.values()).sqrt()).item()
+
+
+@pytest.mark.parametrize("recipe,bound", [("fp32", 1e-5), ("bf16", 0.02), ("fp8-row", 0.05)])
+def test_two_ranks_give_the_gradients_metrics_and_calibration_of_one(ranks, recipe, bound):
+    """The same twelve answers, dealt to two ranks with unequal numbers of tokens and of micro-batches, one without a reward."""
+    two = torch.load(ranks / f"two_{recipe}.pt", weights_only=False)
+    one = one_update(ranks, recipe, *CASES[recipe])
+    assert relative(two[0], one[0]) < bound
+    for a, b in zip(two[1:], one[1:], strict=True):
+        assert a.keys() == b.keys()
+        if recipe == "fp32":  # quantised forwards differ in the last bit where a micro-batch has another shape
+            for k in b:
+                assert float(a[k]) == pytest.approx(float(b[k]), rel=1e-4, abs=1e-6, nan_ok=True), k
+    assert float(two[1]["n/tok"]) == float(one[1]["n/tok"]) == sum(LENGTHS) - 30
+    assert float(two[2]["mismatch/abs_dlogp_mean"]) == pytest.approx(float(one[2]["mismatch/abs_dlogp_mean"]), rel=0.02)
+    if recipe != "bf16":
+        assert two[3]["calib/n_neg"] == one[3]["calib/n_neg"] > 0 and two[1]["kl_ref/k3"] > 0
+    else:
+        assert float(two[2]["acrl/Y"]) == pytest.approx(float(one[2]["acrl/Y"]), rel=0.02)
+
+
+def test_two_ranks_train_as_one_on_the_same_answers(ranks):
+    one, two = rows(ranks / "one"), rows(ranks / "two")
+    assert one.keys() == two.keys() and one["step"] == two["step"] == [1, 2]
+    for name in one:
+        assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5, nan_ok=True), name
+    a, b = final(ranks / "one", 2), final(ranks / "two", 2)
+    assert a[0].keys() == b[0].keys() and a[2]["data"] == b[2]["data"]
+    assert all(torch.allclose(a[0][k], b[0][k], atol=2e-4) for k in a[0])  # AdamW divides tiny gradients by their own size
+    moved = precision.load_model(str(ranks / "model"), "fp32")[0].state_dict()
+    assert max((a[0][k] - moved[k]).abs().max() for k in a[0]) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_two_ranks_resume_bitwise(ranks, name):
+    whole, part = ranks / f"{name}_whole", ranks / f"{name}_part"
+    assert (whole / "metrics.csv").exists() and rows(whole)["step"] == [1, 2, 3, 4, 5, 6]
+    a, b = rows(whole), rows(part)
+    assert a.keys() == b.keys() and all(x == y or x != x and y != y for k in a for x, y in zip(a[k], b[k], strict=True))
+    assert (whole / "samples.jsonl").read_text() == (part / "samples.jsonl").read_text()
+    (weights, optimizer, state), other = final(part, 6), final(whole, 6)
+    assert same(weights, other[0]) and all(same(optimizer["state"][i], other[1]["state"][i]) for i in optimizer["state"])
+    state["flags"] = other[2]["flags"] = state["summary"]["train_seconds"] = other[2]["summary"]["train_seconds"] = None
+    assert state == other[2]
+
+
+def test_what_two_ranks_wrote_one_resumes(ranks, tmp_path, capsys):
+    """The checkpoint is one plain folder: no trace of shards, and the data go on where they stopped."""
+    import shutil
+
+    shutil.copytree(ranks / "grpo_part", tmp_path / "out")
+    flags_ = (*RESUMED["grpo"], "--precision", "fp8-row", "--keep-last", 0, "--steps", 7, "--resume")
+    grpo(ranks, tmp_path / "out", *flags_)
+    assert "saved by 2 processes, resumed on 1" in capsys.readouterr().out
+    assert rows(tmp_path / "out")["step"] == [1, 2, 3, 4, 5, 6, 7]
+    assert final(tmp_path / "out", 6)[2]["data"] != final(tmp_path / "out", 7)[2]["data"]
+
+
+# -----------------------------------------------------------------------------
+# refusals
+
+
+@pytest.mark.parametrize("world,extra,words", [
+    (2, ("--rollout-kernels", "exact"), ("--rollout-kernels exact", "2 processes")),
+    (2, ("--device", "cuda:1"), ("--device cuda:1", "--device cuda")),
+    (8, ("--updates-per-step", "4"), ("--updates-per-step 4", "mini-batches of 4", "8 processes")),
+    (2, ("--clip", "calibrated", "--calib-reference", "fp32"), ("--calib-reference fp32", "2 processes")),
+    (2, ("--shadow-every", "1", "--activations", "fp32"), ("--calib-reference bf16", "--activations fp32")),
+    (3, ("--engine", "vllm", "--vllm-tp", "2"), ("--vllm-tp 2", "found 3")),
+    (1, ("--cpu-offload",), ("--cpu-offload", "several GPU processes")),
+    (2, ("--cpu-offload",), ("--cpu-offload", "several GPU processes")),
+])  # fmt: skip
+def test_what_several_processes_cannot_do_is_refused(monkeypatch, world, extra, words):
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    line = ("--device", "cpu", "--prompts-per-step", "4", "--group-size", "4", "--updates-per-step", "2", *extra)
+    with pytest.raises(UserError) as caught:
+        flags.parse_flags(list(line))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+# -----------------------------------------------------------------------------
+# the documented launch lines
+
+
+def launch(out, home, *extra, options=(), script="train_grpo.py"):
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", *options]
+    command += [os.path.join(HERE, script), *argv(home, out, *extra)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_accelerate_launch_with_vllm_on_two_processes_and_resume(home, tmp_path):
+    extra = ("--engine", "vllm", "--precision", "fp8-row", "--sync-check-every", 1, "--save-every", 3, "--gate", 0.1)
+    for more, last in (((), 5), (("--resume",), 7)):
+        run = launch(tmp_path / "out", home, *extra, "--steps", last, *more, options=("--main_process_port", str(free_port())))
+        out, err = run.communicate(timeout=400)
+        assert run.returncode == 0, out[-3000:] + err[-3000:]
+    assert "resumed" in out and rows(tmp_path / "out")["step"] == [1, 2, 3, 4, 5, 6, 7]
+    assert max(rows(tmp_path / "out")["mismatch/abs_dlogp_mean"]) < 0.05
+
+
+@pytest.mark.slow
+def test_two_machines_meet_over_localhost(home, tmp_path):
+    port = str(free_port())
+    options = ("--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port)
+    runs = [launch(tmp_path / "out", home, options=(*options, "--machine_rank", str(i))) for i in (0, 1)]
+    for run in runs:
+        out, err = run.communicate(timeout=300)
+        assert run.returncode == 0, out[-3000:] + err[-3000:]
+    assert rows(tmp_path / "out")["step"] == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_mistake_is_told_once(home, tmp_path):
+    for extra, words in ((("--group-size", 1), "--group-size 1"), (("--resume",), "no complete checkpoint")):
+        run = launch(tmp_path / "out", home, *extra, options=("--main_process_port", str(free_port())))
+        out, err = run.communicate(timeout=300)
+        lines = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert run.returncode and len(lines) == 1 and words in lines[0], err[-3000:]

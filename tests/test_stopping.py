@@ -1,0 +1,251 @@
+"""Runs that are stopped: signals at every stage, the wall-clock limit, the best checkpoint, kills at random moments.
+
+    python -m pytest tests/test_stopping.py          with -m slow: thirty kills
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import checkpoint
+import flags
+import plot
+import reward
+import tiny
+import train_grpo
+from rollout import HFEngine
+from runlog import read_csv
+from stopping import Interrupted, Stop
+
+HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    tokenizer = tiny.make_tokenizer()
+    tiny.make_model(tokenizer).save_pretrained(home / "model")
+    tokenizer.save_pretrained(home / "model")
+    sums = [{"prompt": f"{a}+{a + 1}=", "answer": str(2 * a + 1)} for a in range(100, 112)]
+    (home / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
+    return home
+
+
+def first_letter_even(texts, golds, truncated, limit=None, progress=False):
+    return [float(text[:1] in set("02468")) for text in texts]
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(reward, "grade_batch", first_letter_even)
+    monkeypatch.setattr(plot, "draw", lambda *a: None)
+
+
+def argv(home, out, *extra):
+    line = f"--model {home / 'model'} --data {home / 'sums.jsonl'} --out {out} --device cpu --steps 4 --prompts-per-step 4 "
+    line += "--group-size 4 --updates-per-step 2 --max-tokens 12 --lr 1e-3 --eval-every 0 --save-every 0"
+    return line.split() + [str(x) for x in extra]
+
+
+def train(home, out, *extra):
+    train_grpo.train(flags.parse_flags(argv(home, out, *extra)))
+
+
+def rows(out):
+    columns = read_csv(str(out / "metrics.csv"))
+    return {name: values for name, values in columns.items() if not name.startswith(("sec/", "tok_per_s/", "mem_gb"))}
+
+
+def weights(out, step):
+    return checkpoint.load(str(out / "checkpoints" / f"step_{step:06d}"))[0]
+
+
+@pytest.fixture(scope="module")
+def whole(home):
+    """A run that nobody stopped."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reward, "grade_batch", first_letter_even)
+        patch.setattr(plot, "draw", lambda *a: None)
+        train(home, home / "whole")
+    return home / "whole"
+
+
+def assert_goes_on_as_if_nothing_had_happened(home, out, whole):
+    train(home, out, "--resume")
+    a, b = rows(out), rows(whole)
+    assert all(x == y or x != x and y != y for k in b for x, y in zip(a[k], b[k], strict=True))
+    mine, other = weights(out, 4), weights(whole, 4)
+    assert all(torch.equal(mine[k], other[k]) for k in other)
+
+
+# -----------------------------------------------------------------------------
+# signals
+
+
+@pytest.mark.parametrize("number,code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("where", ["sampling", "update"])
+def test_a_signal_saves_and_the_resumed_run_is_the_uninterrupted_one(home, whole, tmp_path, monkeypatch, quick, capsys, number,
+                                                                     code, where):
+    """While sampling step 3: step 2 is saved at once, the sample thrown away. During its updates: step 3 is finished first."""
+    out, calls = tmp_path / "out", []
+    real_generate, real_update = HFEngine.generate, train_grpo.update
+
+    def strike(name, real, at):
+        def call(*a, **k):
+            calls.append(name)
+            if where == name and calls.count(name) == at:
+                signal.raise_signal(number)
+            return real(*a, **k)
+        return call
+
+    monkeypatch.setattr(HFEngine, "generate", strike("sampling", real_generate, 3))
+    monkeypatch.setattr(train_grpo, "update", strike("update", real_update, 5))  # two a step
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as stop:
+        train(home, out)
+    done = 2 if where == "sampling" else 3
+    assert stop.value.code == code and signal.getsignal(number) is before
+    assert checkpoint.latest(str(out)).endswith(f"step_00000{done}") and rows(out)["step"] == list(range(1, done + 1))
+    assert f"stopped by {number.name}: {done} finished steps are saved" in capsys.readouterr().out
+    assert not (out / "summary.json").exists()
+    monkeypatch.setattr(HFEngine, "generate", real_generate)
+    monkeypatch.setattr(train_grpo, "update", real_update)
+    assert_goes_on_as_if_nothing_had_happened(home, out, whole)
+
+
+def test_a_signal_before_the_first_step_ends_leaves_no_checkpoint(home, tmp_path, monkeypatch, quick):
+    real = HFEngine.generate
+    monkeypatch.setattr(HFEngine, "generate", lambda *a, **k: signal.raise_signal(signal.SIGTERM) or real(*a, **k))
+    with pytest.raises(SystemExit) as stop:
+        train(home, tmp_path / "out")
+    assert stop.value.code == 143 and checkpoint.latest(str(tmp_path / "out")) is None
+    monkeypatch.setattr(HFEngine, "generate", real)
+    train(home, tmp_path / "out", "--steps", 1)  # and the folder is free
+
+
+def test_a_second_signal_ends_at_once():
+    with Stop() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.reason == "SIGTERM" and stop.now(1.0)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            signal.raise_signal(signal.SIGINT)
+        assert not isinstance(caught.value, Interrupted)
+
+
+def test_a_signal_just_before_sampling_is_not_lost():
+    with Stop() as stop:
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(Interrupted), stop.interruptible():
+            raise AssertionError("the block must not start")
+        assert stop.exit_code() == 130
+
+
+# -----------------------------------------------------------------------------
+# the wall-clock limit
+
+
+def test_the_limit_counts_the_longest_step_and_the_longest_save(monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    stop = Stop(limit=100)
+    clock[0] = 1060.0
+    assert not stop.now(30) and stop.longest == 30  # 60 + 30 fit
+    stop.saving = 15.0
+    assert stop.now(5) and stop.reason == "--save-before-seconds 100" and stop.exit_code() == 0  # 60 + 30 + 15 do not
+    assert not Stop().now(10**9)
+
+
+def test_a_run_stops_before_its_limit_and_goes_on(home, whole, tmp_path, monkeypatch, quick, capsys):
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as stop:
+        train(home, out, "--save-before-seconds", 0.001)
+    assert stop.value.code == 0 and rows(out)["step"] == [1] and checkpoint.latest(str(out)).endswith("step_000001")
+    assert "stopped by --save-before-seconds 0.001: 1 finished steps are saved" in capsys.readouterr().out
+    assert_goes_on_as_if_nothing_had_happened(home, out, whole)
+
+
+def test_a_run_that_finishes_within_the_limit_is_finished(home, tmp_path, quick):
+    train(home, tmp_path / "out", "--steps", 1, "--save-before-seconds", 0.001)
+    assert (tmp_path / "out" / "summary.json").exists()
+
+
+def test_the_best_checkpoint_is_saved_and_kept(home, tmp_path, monkeypatch, quick):
+    accs = iter([0.1, 0.2, 0.9, 0.3, 0.4])
+    result = dict.fromkeys(("se", "len_mean", "problems"), 1.0)
+    monkeypatch.setattr(train_grpo, "evaluate", lambda *a, **k: (result | {"acc": next(accs)}, []))
+    train(home, tmp_path / "out", "--eval-every", 1, "--eval-data", home / "sums.jsonl", "--keep-best", "--keep-last", 1)
+    assert sorted(p.name for p in (tmp_path / "out" / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["best_step"] == 2 and summary["best_acc"] == 0.9 and summary["acc_after"] == 0.4
+
+
+# -----------------------------------------------------------------------------
+# SIGKILL at random moments
+
+
+SCRIPT = """
+import sys, torch
+sys.path.insert(0, {here!r})
+torch.set_num_threads(1)
+import plot, reward, train_grpo
+from flags import parse_flags
+reward.grade_batch = lambda texts, *a, **k: [float(t[:1] in set("02468")) for t in texts]
+plot.draw = lambda *a: None
+print("READY", flush=True)
+args = sys.argv[1:]
+train_grpo.train(parse_flags(args))
+"""
+
+
+@pytest.mark.slow
+def test_thirty_kills_at_random_moments(home, tmp_path):
+    """A run of 60 steps that saves after every step is killed 30 times with SIGKILL, saving included, and goes on each time; at
+    the end weights, optimiser and rows are those of the run that nobody killed."""
+    script = tmp_path / "run.py"
+    script.write_text(SCRIPT.format(here=HERE))
+    options = ("--steps", 60, "--save-every", 1, "--precision", "fp8-row", "--clip", "calibrated", "--calib-interval", 3)
+
+    def start(out, *extra):
+        command = [sys.executable, str(script), *argv(home, out, *options, *extra)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE)
+
+    run = start(tmp_path / "whole")
+    assert run.communicate(timeout=300) and run.returncode == 0
+    out, rng, kills, saving, seen = tmp_path / "out", random.Random(0), 0, 0, []
+    while kills < 30:
+        run = start(out, *(["--resume"] if checkpoint.latest(str(out)) else []))
+        assert run.stdout.readline() == "READY\n", run.stderr.read()
+        steps_before = len(seen)
+        # most of a start is loading; from the first new checkpoint on, a moment within about one step
+        target = rng.random() * 1.0
+        root, deadline = out / "checkpoints", time.monotonic() + 60
+        known = set(os.listdir(root)) if root.exists() else set()
+        while time.monotonic() < deadline and not (root.exists() and set(os.listdir(root)) - known) and run.poll() is None:
+            time.sleep(0.001)
+        if kills % 3:  # two of three: somewhat later; the third: the very moment something appears there, which is a save
+            time.sleep(target)
+        if run.poll() is not None:
+            break
+        run.kill()
+        run.communicate()
+        kills += 1
+        saving += any(name.startswith(".") for name in os.listdir(root))
+        seen.append(checkpoint.latest(str(out)))
+        assert steps_before < len(seen)
+    assert kills == 30, f"the run ended after {kills} kills; give it more steps"
+    assert saving >= 5, f"only {saving} kills hit a save"
+    run = start(out, "--resume")
+    assert run.communicate(timeout=300) and run.returncode == 0
+    a, b = rows(out), rows(tmp_path / "whole")
+    assert all(x == y or x != x and y != y for k in b for x, y in zip(a[k], b[k], strict=True))
+    (mine, optimizer, _), other = (checkpoint.load(str(x / "checkpoints" / "step_000060")) for x in (out, tmp_path / "whole"))
+    assert all(torch.equal(mine[k], other[0][k]) for k in mine)
+    assert all(torch.equal(s[k], other[1]["state"][i][k]) for i, s in optimizer["state"].items() for k in s)
+    assert (out / "samples.jsonl").read_text() == (tmp_path / "whole" / "samples.jsonl").read_text()
