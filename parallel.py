@@ -1,7 +1,9 @@
 """Several processes: started by accelerate, one model sharded over them by FSDP2. With one, every function is the identity.
 
     accelerate launch --num_processes 8 train_grpo.py ...             one node; two: --num_machines 2 --machine_rank 0|1
-    accelerate launch --cpu --num_processes 2 train_grpo.py ...       the same code on gloo
+    accelerate launch --multi_gpu --num_processes 2 train_grpo.py ... --device cpu        the same code on gloo
+
+(Without GPUs accelerate starts one process, whatever --num_processes says, unless --multi_gpu makes it call torchrun.)
 
 Who does what in a step
 

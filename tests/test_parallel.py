@@ -297,15 +297,18 @@ def test_what_several_processes_cannot_do_is_refused(monkeypatch, world, extra, 
 
 
 def launch(out, home, *extra, options=(), script="train_grpo.py"):
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", *options]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", *options]
     command += [os.path.join(HERE, script), *argv(home, out, *extra)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.slow
-def test_accelerate_launch_with_vllm_on_two_processes_and_resume(home, tmp_path):
+@pytest.mark.parametrize("together", [1, 2])
+def test_accelerate_launch_with_vllm_on_two_processes_and_resume(home, tmp_path, together):
+    """An engine each, or one over both; the engines' fingerprints are compared after every step."""
     extra = ("--engine", "vllm", "--precision", "fp8-row", "--sync-check-every", 1, "--save-every", 3, "--gate", 0.1)
+    extra += ("--vllm-tp", together)
     for more, last in (((), 5), (("--resume",), 7)):
         run = launch(tmp_path / "out", home, *extra, "--steps", last, *more, options=("--main_process_port", str(free_port())))
         out, err = run.communicate(timeout=400)
