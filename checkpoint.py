@@ -70,8 +70,10 @@ def save(out_dir, step, model, tokenizer, weights, optimizer_state, state, keep_
     finally:
         shutil.rmtree(temp, ignore_errors=True)  # there only after a failure
     clean(root)
-    whole = [path for path in folders(root) if number(path) <= step and damage(path) is None] if keep_last else []
-    for path in [path for path in whole[keep_last:] if number(path) != best]:
+    older = [path for path in folders(root) if number(path) <= step] if keep_last else []
+    whole = [path for path in older if damage(path) is None]
+    kept = whole[:keep_last] + [path for path in whole if number(path) == best]
+    for path in [path for path in older if path not in kept]:  # damaged ones too: they are of no use
         gone = os.path.join(root, ".tmp-" + os.path.basename(path))  # a kill must not leave half a folder under its name
         os.replace(path, gone)
         shutil.rmtree(gone)

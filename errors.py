@@ -9,6 +9,7 @@ import json
 import math
 import os
 import sys
+import time
 
 
 class UserError(ValueError):
@@ -17,6 +18,10 @@ class UserError(ValueError):
 
 class Everywhere(UserError):
     """A UserError that every process of a run raises: told once."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal came while a step could still be thrown away (stopping.py); its text is the signal's name."""
 
 
 class Flags(argparse.ArgumentParser):
@@ -65,22 +70,18 @@ def check_device(device):
         raise UserError(f"--device {device}: {str(error).splitlines()[0]}") from error
 
 
-def met():
-    """Whether this process has met the others of its run (parallel.start); the grading workers have no torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 def run_main(main):
     """Call `main()`; print a UserError as one line on stderr and exit with 2, Ctrl-C as one line and 130; let every other
-    exception through. Of several processes each tells its own mistakes, the first alone those of all (flags, Everywhere)."""
-    rank = int(os.environ.get("RANK") or 0)
+    exception through. Of several processes the first speaks: the others wait before they tell a mistake, and are ended by the
+    launcher meanwhile if the first one has made it too; an Everywhere they leave to it."""
+    rank = os.environ.get("RANK", "0")
     try:
         main()
     except UserError as error:
-        common = isinstance(error, Everywhere) or not met()
-        if rank == 0 or not common:
-            print(f"error: {f'rank {rank}: ' * (rank > 0)}{' '.join(str(error).split())}", file=sys.stderr)
+        if rank != "0":
+            time.sleep(5)
+        if rank == "0" or not isinstance(error, Everywhere):
+            print(f"error: {f'rank {rank}: ' * (rank != '0')}{' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted: rows and samples up to the last finished step are in the run folder, a training run goes on with "

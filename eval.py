@@ -124,21 +124,25 @@ def evaluate(engine, tokenizer, rows, n=4, temperature=1.0, max_tokens=64, seed=
     records: one dict per answer, in order, for JSONL. ks: see pass@k, default powers of two; function: reward.score's.
     Several processes share the rows, `together` ranks in a row the same part, and all of them get the result.
     """
-    start, share = time.perf_counter(), parallel.block(len(rows), together)
-    mine = rows[slice(*share)]
-    options = {"top_p": top_p} if top_p < 1 else {}  # engines need not know it otherwise
-    options |= {"first": share[0]} if share[0] else {}
-    prompts, progress = [row["prompt_ids"] for row in mine], progress and parallel.is_main()
-    completions = engine.generate(prompts, n, temperature, max_tokens, seed, progress=progress, **options)
-    sampling = parallel.largest(time.perf_counter() - start)
-    texts = [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
-    truncated = [c.finish_reason == "length" for c in completions]
-    each = [row for row in mine for _ in range(n)]
-    scores = reward.score(each, texts, truncated, function=function, progress=progress)
-    assert len(scores) == len(each), f"{len(scores)} rewards for {len(each)} answers"
-    answers = [None if cut else reward.extract_answer(text) for text, cut in zip(texts, truncated, strict=True)]
-    lengths = [len(c.token_ids) for c in completions]
-    graded = parallel.gather(list(zip(texts, truncated, scores, answers, lengths, strict=True)), together)
+    start, seconds, bar = time.perf_counter(), [], progress and parallel.is_main()
+
+    def own_part():
+        first, end = parallel.block(len(rows), together)
+        options = {"top_p": top_p} if top_p < 1 else {}  # engines need not know it otherwise
+        options |= {"first": first} if first else {}
+        prompts = [row["prompt_ids"] for row in rows[first:end]]
+        completions = engine.generate(prompts, n, temperature, max_tokens, seed, progress=bar, **options)
+        seconds.append(time.perf_counter() - start)
+        texts = [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
+        truncated = [c.finish_reason == "length" for c in completions]
+        each = [row for row in rows[first:end] for _ in range(n)]
+        scores = reward.score(each, texts, truncated, function=function, progress=bar)
+        assert len(scores) == len(each), f"{len(scores)} rewards for {len(each)} answers"
+        answers = [None if cut else reward.extract_answer(text) for text, cut in zip(texts, truncated, strict=True)]
+        return list(zip(texts, truncated, scores, answers, [len(c.token_ids) for c in completions], strict=True))
+
+    graded = parallel.meet(own_part, together)
+    sampling = parallel.largest(seconds[0])
     texts, truncated, scores, answers, lengths = map(list, zip(*graded, strict=True))
     summary = summarise(scores, answers, n, ks)
     if not summary["problems"]:

@@ -210,7 +210,7 @@ def check_method(args):
     if args.lr_schedule != "constant" and args.lr_decay_steps <= args.warmup:
         raise UserError(f"--lr-schedule {args.lr_schedule} needs --lr-decay-steps above --warmup {args.warmup}: the step at "
                         "which the decay ends")
-    if args.keep_best and not args.eval_every:
+    if args.keep_best and not (args.eval_every and args.eval_data):
         raise UserError("--keep-best goes by held-out accuracy; it needs --eval-every and --eval-data")
     if args.engine == "vllm" and args.device not in ("cpu", "cuda", "cuda:0"):
         number = args.device.removeprefix("cuda:")

@@ -44,25 +44,35 @@ class Micro:
         self.adv = torch.tensor([s["adv"] for s in samples], dtype=torch.float32, device=device)  # (B,)
         usable = torch.tensor([not (math.isnan(s["reward"]) or s.get("left_out")) for s in samples], device=device)
         self.mask = self.batch.mask & usable[:, None]  # a sample without a reward trains nothing
-        self.old_logp = self.old_logp_hp = self.ref_logp = self.entropy = self.weight = self.shadow_rows = None
-        self.shadow_seconds = 0.0
+        self.old_logp = self.old_logp_hp = self.ref_logp = self.entropy = self.weight = None
+        self.shadow_rows = [i for i, s in enumerate(samples) if s.get("shadow")]  # what a shadow pass measures, if there is one
+        self.shadow_pass, self.shadow_seconds = bool(self.shadow_rows), 0.0
 
 
 def split(samples, args, pad_id):
     """M mini-batches of equal size in sampling order (whole groups where G allows), each a list of this rank's micro-batches by
     length: the mini-batch's answers, longest first, are dealt to the ranks in turn, so that all get about as many tokens."""
-    size, world = len(samples) // args.updates_per_step, parallel.world()
+    size, world, rank = len(samples) // args.updates_per_step, parallel.world(), parallel.rank()
     minis = []
     for k in range(0, len(samples), size):
         mini = sorted(samples[k : k + size], key=lambda s: -sequence_length(s))  # stable: equal lengths stay in order
-        hands = [mini[rank::world] for rank in range(world)]
-        groups = [micro_batches([sequence_length(s) for s in hand], args.micro_tokens) for hand in hands]
-        hand = hands[parallel.rank()]
-        micros = [Micro([hand[i] for i in group], pad_id, args.device) for group in groups[parallel.rank()]]
-        while len(micros) < max(map(len, groups)):
-            micros.append(Micro([mini[-1] | {"left_out": True}], pad_id, args.device))
+        mini = [s | {"shadow": in_share(k + i, args.calib_share)} for i, s in enumerate(mini)]
+        hands = [mini[r::world] for r in range(world)]
+        groups = [[[hand[i] for i in group] for group in micro_batches([sequence_length(s) for s in hand], args.micro_tokens)]
+                  for hand in hands]  # of every rank: micro-batches of samples
+        blank = [mini[-1] | {"left_out": True, "shadow": False}]
+        for own in groups:
+            own += [blank] * (max(map(len, groups)) - len(own))
+        micros = [Micro(group, pad_id, args.device) for group in groups[rank]]
+        for i, m in enumerate(micros):  # a forward that one rank has, all have
+            m.shadow_pass = any(s["shadow"] for own in groups for s in own[i])
         minis.append(micros)
     return minis
+
+
+def in_share(i, share):
+    """Whether the i-th answer, longest first, is among the share of answers that shadow passes look at."""
+    return math.floor((i + 1) * share) > math.floor(i * share)
 
 
 def sequence_length(sample):
@@ -103,25 +113,13 @@ def shadow_due(args, calib, step):
 
 @torch.no_grad()
 def shadow_logps(model, m, args):
-    """Log-probs without quantisation of the micro-batch's shadow rows: (rows, T) FP32."""
+    """Log-probs without quantisation of the micro-batch's shadow rows: (rows, T) FP32; of its first row if it has none."""
     start = time.perf_counter()
-    batch = Batch(*(x[m.shadow_rows] for x in m.batch))
+    batch = Batch(*(x[m.shadow_rows or [0]] for x in m.batch))
     with precision.high_precision(model, {"bf16": torch.bfloat16, "fp32": torch.float32}[args.calib_reference]):
         logp, _ = token_logps(model, batch, args.temperature)
     m.shadow_seconds += time.perf_counter() - start
     return logp
-
-
-def choose_shadow_rows(minis, share):
-    """Mark a share of the answers for shadow passes, by a count that runs on over all micro-batches: these are sorted by
-    length, and the first rows of each would be its longest."""
-    i = 0
-    for m in (m for mini in minis for m in mini):
-        n = len(m.adv)
-        m.shadow_rows = [row for row in range(n) if math.floor((i + row + 1) * share) > math.floor((i + row) * share)]
-        if parallel.world() > 1:
-            m.shadow_rows = m.shadow_rows or [0]  # all ranks run the same forwards
-        i += n
 
 
 @torch.no_grad()
@@ -130,12 +128,11 @@ def old_pass(model, minis, args, acrl=None, shadow=False, reference=None):
     (tensor scales see the whole micro-batch), then the sampler correction. Returns mismatch, correction and entropy metrics.
     """
     micros = [m for mini in minis for m in mini]
-    choose_shadow_rows(minis, args.calib_share)
     for m in micros:
         m.old_logp, m.entropy = token_logps(model, m.batch, args.temperature)
         if reference is not None:
             m.ref_logp, _ = token_logps(reference, m.batch, args.temperature)
-        if shadow and m.shadow_rows:
+        if shadow and m.shadow_pass:
             m.old_logp_hp = shadow_logps(model, m, args)
     names = ("old_logp", "mu_logp", "entropy")
     if hasattr(reference, "reshard"):
@@ -226,9 +223,9 @@ def update(model, masters, optimizer, mini, args, calib=None, shadow=False):
         low, high, found = bapo_bounds(model, mini, args)
     parts, loss_sum = [], 0.0
     for m in mini:
-        new_logp_hp = shadow_logps(model, m, args) if shadow and m.shadow_rows else None
+        new_logp_hp = shadow_logps(model, m, args) if shadow and m.shadow_pass else None
         new_logp, _ = token_logps(model, m.batch, args.temperature)
-        if new_logp_hp is not None:
+        if new_logp_hp is not None and m.shadow_rows:
             observe(calib, m, new_logp, new_logp_hp, args)
         tensors = (new_logp, m.old_logp, m.adv, m.mask)
         if args.objective == "cispo":

@@ -45,12 +45,17 @@ from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import logprob
-from errors import Everywhere, UserError
+from errors import Everywhere, Interrupted, UserError
+
+working = False  # inside a rank's own part of some work (`meet`): no other rank waits for it in the middle of an operation
 
 
 def launched():
     """Processes that the launcher says there are, before any of them has met another."""
-    return int(os.environ.get("WORLD_SIZE") or 1)
+    size = os.environ.get("WORLD_SIZE") or "1"
+    if not size.isdigit() or size == "0":
+        raise UserError(f"the environment's WORLD_SIZE is {size!r}, not a number of processes; unset it for one process")
+    return int(size)
 
 
 def start(device):
@@ -120,6 +125,27 @@ def from_main(value):
     return gather([value])[0]
 
 
+def meet(work, together=1):
+    """Lists that the ranks make by `work()`, each its own, without a word to another, joined as by `gather`. If it ends in a
+    UserError or is interrupted by a signal (stopping.py) on one rank, all of them raise that, and nobody waits for ever."""
+    global working
+    if world() == 1:
+        return work()
+    result, problem = [], None
+    try:
+        working = together == 1  # ranks that share an engine talk to each other all the time
+        result = work()
+    except (UserError, Interrupted) as error:
+        problem = error if isinstance(error, Interrupted) else Everywhere(f"rank {rank()}: {error}")
+    finally:
+        working = False
+    parts = gather([(result if rank() % together == 0 else [], problem)])
+    for _, problem in parts:
+        if problem is not None:
+            raise problem
+    return [item for part, _ in parts for item in part]
+
+
 def on_main(function, *arguments):
     """The result of a function that rank 0 alone calls, on every rank; a UserError of it is raised on all of them."""
     result = problem = None
@@ -152,11 +178,11 @@ def agree(what, value):
 
 
 def decoder_layers(model):
-    """The model's decoder layers: the longest ModuleList of its body."""
-    lists = [m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList)]
-    if not lists:
+    """The model's decoder layers: the outermost ModuleList of its body (experts may be another, inside)."""
+    layers = next((m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList)), None)  # outermost first
+    if layers is None:
         raise UserError("--model: no list of decoder layers in it, which sharding and checkpointing go by; use another model")
-    return list(max(lists, key=len))
+    return list(layers)
 
 
 def shard(model, device, offload=False):
@@ -183,13 +209,22 @@ def place(tensor, like):
     """This rank's part of a full tensor that every rank has, laid out as the DTensor `like`; the tensor itself otherwise."""
     if not hasattr(like, "device_mesh"):
         return tensor.to(like.device)
-    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    part = distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    out = torch.empty_like(like, dtype=tensor.dtype)  # with --cpu-offload on the CPU, whatever the mesh's device
+    out.to_local().copy_(part)
+    return out
 
 
 def full(tensor):
     """A DTensor gathered (every rank calls it), any other tensor as it is; detached."""
     tensor = tensor.detach()
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def local(tensor):
+    """This rank's part of a DTensor; any other tensor as it is; detached."""
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def checkpoint_layers(model):

@@ -232,7 +232,7 @@ class Masters:
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.weights = dict(self.params)
         for name in own:
-            self.weights[name] = nn.Parameter(parallel.place(start.pop(name).float(), self.params[name]).clone())
+            self.weights[name] = nn.Parameter(parallel.place(start.pop(name).float().clone(), self.params[name]))
             hook = partial(accumulate_grad, self.weights[name])
             self.hooks.append(self.params[name].register_post_accumulate_grad_hook(hook))
         weights_changed(model)
@@ -271,7 +271,7 @@ class Masters:
         odd = odd or [name for name, w in self.weights.items() if w.shape != weights[name].shape]
         if odd:
             count = f"{len(odd)} names or shapes differ, first {odd[0]!r}"
-            raise UserError(f"the checkpoint's weights are not this model's: {count}")
+            raise UserError(f"the checkpoint's weights are not those of --model: {count}; resume with the --model of that run")
         for name, w in self.weights.items():
             w.copy_(parallel.place(weights[name], w))
         self.publish()

@@ -18,7 +18,7 @@ import torch
 import clipping
 from errors import UserError
 from rollout import Completion
-from runlog import plain, replacing
+from runlog import disk_errors, plain, replacing
 
 
 def path_of(folder, step):
@@ -33,7 +33,8 @@ def conditions(args, tokenizer):
 
 def save(folder, step, samples, args, tokenizer):
     """Write a step's samples (dicts with row, completion, text, reward), atomically."""
-    os.makedirs(folder, exist_ok=True)
+    with disk_errors(folder):
+        os.makedirs(folder, exist_ok=True)
     with replacing(path_of(folder, step)) as f:
         head = conditions(args, tokenizer) | {"model": args.model, "rollout_precision": args.rollout_precision}
         f.write(json.dumps(head) + "\n")

@@ -160,9 +160,10 @@ class HFEngine:
     def __init__(self, model, tokenizer, recipe, max_rows=256, dtype=None, own_copy=False, device=None, **convert_kwargs):
         self.model = model
         if own_copy or getattr(model, "precision_recipe", None) != recipe:
-            self.model = copy.deepcopy(model).requires_grad_(False).to(device or model.device)
+            self.model = copy.deepcopy(model).requires_grad_(False)
             for p in self.model.parameters():  # parameters alone: RoPE's buffer stays FP32, as from_pretrained leaves it
                 p.data = p.data.to(dtype or precision.recipe_of(recipe)["dtype"])
+            self.model.to(device or model.device)
             precision.convert(self.model, recipe, **convert_kwargs)
         self.max_rows = max_rows
         self.eos = eos_ids(model, tokenizer)

@@ -33,15 +33,25 @@ HEADING_EVERY = 20  # lines
 
 
 @contextlib.contextmanager
+def disk_errors(path):
+    """A full disk or a folder that is gone is one line that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}; make room, then go on with --resume") from error
+
+
+@contextlib.contextmanager
 def replacing(path):
     """A text file to write that takes the place of `path` only once it is complete and on the disk."""
     temp = f"{path}.tmp"
     try:
-        with open(temp, "w", newline="", encoding="utf-8") as f:
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temp, path)
+        with disk_errors(path):
+            with open(temp, "w", newline="", encoding="utf-8") as f:
+                yield f
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(temp, path)
     finally:
         if os.path.exists(temp):  # only after a failure
             os.remove(temp)
@@ -233,8 +243,9 @@ class RunLog:
             self.csv_file.close()
             self._rewrite_csv()
         else:
-            csv.DictWriter(self.csv_file, self.columns, restval="", lineterminator="\n").writerow(row)
-            self.csv_file.flush()
+            with disk_errors(self.csv_path):
+                csv.DictWriter(self.csv_file, self.columns, restval="", lineterminator="\n").writerow(row)
+                self.csv_file.flush()
         if self.writer:
             for name, value in values.items():
                 self.writer.add_scalar(name, value, step)
@@ -244,9 +255,10 @@ class RunLog:
 
     def samples(self, step, records):
         """Append dicts to samples.jsonl, one a line, each with its step."""
-        for record in records:
-            self.samples_file.write(json.dumps({"step": step} | plain(record) | {"step": step}) + "\n")
-        self.samples_file.flush()
+        with disk_errors(self.samples_path):
+            for record in records:
+                self.samples_file.write(json.dumps({"step": step} | plain(record) | {"step": step}) + "\n")
+            self.samples_file.flush()
 
     def line(self, step, steps, metrics):
         """Print and return the step's line, under a heading every 20 lines."""

@@ -45,6 +45,7 @@ PAPER = dict(
     prompts_per_step=512, group_size=16, updates_per_step=16, max_tokens=20480, lr=1e-6, warmup=10, weight_decay=0.1,
     overlong_cache=4096,
 )  # fmt: skip
+ROUNDS = 10  # verl's
 DEMO = dict(out="out/dapo", warmup=0, overlong_cache=12)
 
 
@@ -52,7 +53,7 @@ def add_dapo_flags(parser):
     g = parser.add_argument_group("DAPO")
     g.add_argument("--dynamic-sampling", action=argparse.BooleanOptionalAction, default=True, help="mixed groups only")
     g.add_argument("--gen-prompts", type=number(int, 0), default=0, help="prompts a sampling round; 0 = --prompts-per-step")
-    g.add_argument("--max-gen-batches", type=number(int, 1), default=10, help="sampling rounds a step before the run gives up")
+    g.add_argument("--max-gen-batches", type=number(int, 1), default=ROUNDS, help="sampling rounds a step at most")
     g.add_argument("--overlong-max", type=number(int, 0), default=0, help="L_max, tokens; 0 = --max-tokens")
     g.add_argument("--overlong-cache", type=number(int, 0), help="L_cache, tokens before L_max that are punished; 0 = off")
     g.add_argument("--overlong-filter", action="store_true", help="no loss on answers cut off at --max-tokens")
@@ -66,8 +67,16 @@ def check(args):
     if args.overlong_cache > args.overlong_max:
         raise UserError(f"--overlong-cache {args.overlong_cache} is longer than the whole answer, {args.overlong_max} tokens "
                         "(--overlong-max, or --max-tokens); lower it, or 0 for no punishment")
-    if not args.dynamic_sampling and args.gen_prompts != args.prompts_per_step:
-        raise UserError(f"--gen-prompts {args.gen_prompts} has no effect with --no-dynamic-sampling; leave one of the two out")
+    idle = {"gen_prompts": args.gen_prompts != args.prompts_per_step, "max_gen_batches": args.max_gen_batches != ROUNDS}
+    for name in [name for name, given in idle.items() if given and not args.dynamic_sampling]:
+        flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+        raise UserError(f"{flag} has no effect with --no-dynamic-sampling; leave one of the two out")
+    off = not args.overlong_cache and args.overlong_max == args.max_tokens
+    if args.overlong_max - args.overlong_cache >= args.max_tokens and not off:
+        raise UserError(f"--overlong-max {args.overlong_max} less --overlong-cache {args.overlong_cache} is not below "
+                        f"--max-tokens {args.max_tokens}: nothing would be punished; leave --overlong-max out")
+    if args.load_rollouts and args.overlong_filter:
+        raise UserError("--overlong-filter has no effect with --load-rollouts: the recording run's choice is in the records")
     if args.load_rollouts and args.dynamic_sampling:
         raise UserError("--load-rollouts trains on recorded batches as they are; add --no-dynamic-sampling")
     return args

@@ -28,29 +28,21 @@ import os
 import resource
 import sys
 import time
-from functools import partial
-from types import SimpleNamespace
 
 import torch
 
-import acrl
 import checkpoint
 import clipping
-import data
-import exact
 import parallel
 import plot
-import precision
 import recorded
 import reward
 import runstate
-import tiny
 from errors import Everywhere, UserError, run_main
 from eval import evaluate
 from flags import parse_flags
-from learner import make_calibration, old_pass, shadow_due, split, update
-from logprob import check_head
-from rollout import make_engine, row_seed
+from learner import old_pass, shadow_due, split, update
+from rollout import row_seed
 from runlog import RunLog, read_csv, write_json
 from stopping import Interrupted, Stop
 
@@ -78,19 +70,25 @@ def open_run_folder(args):
 def sample_and_grade(run, rows, args, seed, sec):
     """A group of answers for each row: dicts with row, completion, text, reward, acc; groups are adjacent. Each rank samples
     and grades its block of the rows; every rank gets all answers."""
-    start, share = time.perf_counter(), parallel.block(len(rows), args.vllm_tp)
-    mine = rows[slice(*share)]
-    first = {"first": share[0]} if share[0] else {}
-    sampling = (args.group_size, args.temperature, args.max_tokens, seed)
-    completions = run.engine.generate([row["prompt_ids"] for row in mine], *sampling, progress=parallel.is_main(), **first)
-    sec["rollout"] = sec.get("rollout", 0.0) + parallel.largest(time.perf_counter() - start)
+    seconds = []
+
+    def own_part():
+        start, (first, end) = time.perf_counter(), parallel.block(len(rows), args.vllm_tp)
+        mine, options = rows[first:end], {"first": first} if first else {}
+        prompts, sampling = [row["prompt_ids"] for row in mine], (args.group_size, args.temperature, args.max_tokens, seed)
+        completions = run.engine.generate(prompts, *sampling, progress=parallel.is_main(), **options)
+        seconds.append(time.perf_counter() - start)
+        texts = [run.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
+        truncated = [c.finish_reason == "length" for c in completions]
+        each = [row for row in mine for _ in range(args.group_size)]
+        rewards = reward.score(each, texts, truncated, run.function, progress=parallel.is_main())
+        return list(zip(completions, texts, rewards, strict=True))
+
     start = time.perf_counter()
-    texts = [run.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
-    truncated = [c.finish_reason == "length" for c in completions]
-    each = [row for row in mine for _ in range(args.group_size)]
-    rewards = reward.score(each, texts, truncated, run.function, progress=parallel.is_main())
-    answers = parallel.gather(list(zip(completions, texts, rewards, strict=True)), args.vllm_tp)
-    sec["reward"] = sec.get("reward", 0.0) + time.perf_counter() - start
+    answers = parallel.meet(own_part, args.vllm_tp)
+    slowest = parallel.largest(seconds[0])
+    sec["rollout"] = sec.get("rollout", 0.0) + slowest
+    sec["reward"] = sec.get("reward", 0.0) + max(0.0, time.perf_counter() - start - slowest)
     names, rows = ("row", "completion", "text", "reward", "acc"), [row for row in rows for _ in range(args.group_size)]
     right = [math.nan if math.isnan(r) else float(r > 0.5) for _, _, r in answers]
     return [dict(zip(names, (row, *answer, acc), strict=True)) for row, answer, acc in zip(rows, answers, right, strict=True)]
@@ -178,78 +176,20 @@ def check_gate(args, metrics):
 # the run
 
 
-def setup(args):
-    """Everything a run holds: model, tokenizer, masters, optimizer, engine, data; nothing is written yet."""
-    function = reward.load_function(args.reward) if args.reward else None
-    if args.load_rollouts:
-        recorded.check(args.load_rollouts, args)
-    torch.manual_seed(args.seed)  # nothing of ours draws from the global generator; a library might
-    sharded = parallel.world() > 1
-    path = tiny.prepare() if args.model == "tiny" else args.model
-    quantiser = dict(backend=args.fp8_backend, grad_dtype=args.fp8_grads, power_of_two=args.pow2_scales)
-    quantiser |= dict(keep_bf16=args.keep_bf16)
-    device = "cpu" if sharded else args.device  # whole in CPU memory only, its parts go to the device
-    loaded = precision.load_model(path, args.precision, device, torch.float32, **quantiser, runs_on=args.device)
-    model, tokenizer, report = loaded
-    check_head(model)
-    if args.rollout_kernels == "exact":
-        exact.apply(model)
-    print(f"{path}: {sum(p.numel() for p in model.parameters()):,} parameters; {report}")
-    rows, eval_rows = load_data(args, model, tokenizer)
-    wide = torch.float32 if args.activations == "fp32" else None
-    dtype = precision.recipe_of(args.precision)["dtype"]
-    engine = start_engine(args, model, tokenizer, dict(quantiser, dtype=wide))
-    shard = partial(parallel.shard, device=args.device, offload=args.cpu_offload) if sharded else None
-    reference = precision.frozen(model, dtype, wide, shard) if args.kl_coef else None  # --model's weights, after a resume too
-    masters = precision.Masters(model, dtype, held_in=wide, shard=shard)
-    if args.activation_checkpointing:
-        parallel.checkpoint_layers(model)
-    fused = torch.device(args.device).type in ("cpu", "cuda")
-    optimizer = torch.optim.AdamW(masters.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=fused)
-    return SimpleNamespace(
-        model=model, tokenizer=tokenizer, masters=masters, optimizer=optimizer, engine=engine, reference=reference,
-        shuffled=data.Shuffled(rows, args.seed), function=function,
-        eval_rows=eval_rows, done=0, summary={"tokens": 0, "train_seconds": 0.0}, calib=make_calibration(args),
-        acrl=acrl.ACRL(args.acrl_gamma, args.acrl_baseline, distance=args.acrl_distance) if args.correction == "acrl" else None,
-    )  # fmt: skip
-
-
-def start_engine(args, model, tokenizer, options):
-    """The sampling engine, before the learner is sharded: `sync` fills it."""
-    kind, recipe = ("hf", args.precision) if args.load_rollouts else (args.engine, args.rollout_precision)  # recorded: no copy
-    if kind == "vllm":
-        options |= dict(memory_fraction=args.vllm_memory, sleep_level=args.vllm_sleep, tensor_parallel=args.vllm_tp)
-        options |= dict(compile=args.vllm_compile, max_model_len=args.max_prompt_tokens + args.max_tokens)
-    else:
-        options |= dict(own_copy=parallel.world() > 1)
-    return make_engine(kind, model, tokenizer, recipe, args.rollout_rows, args.rollout_kernels, device=args.device, **options)
-
-
-def load_data(args, model, tokenizer):
-    """(training rows, held-out rows), of prompts that leave room for an answer."""
-    longest, context = args.max_prompt_tokens, getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if context:
-        longest = min(longest, context - args.max_tokens)
-        if longest < 1:
-            raise UserError(f"--max-tokens {args.max_tokens} leaves no room for a prompt: the model's context is {context}")
-    formats = dict(system_prompt=args.system_prompt, template_args=args.template_args, prompt_format=args.prompt_format)
-    formats |= dict(prompt_column=args.prompt_column, answer_column=args.answer_column)
-    rows, eval_rows = data.load(args.data, tokenizer, longest, seed=args.seed, **formats), []
-    if args.eval_every:
-        eval_rows = data.load(args.eval_data, tokenizer, longest, **formats)[: args.eval_problems]
-        common = data.overlap(rows, eval_rows)
-        print(f"{len(rows)} training prompts, {len(eval_rows)} held out, {common} in both")
-    return rows, eval_rows
-
-
 def held_out(run, args, when):
-    """evaluate's summary on the held-out problems, with the same seed each time."""
+    """evaluate's summary on the held-out problems, with the same seed each time; None if a signal cut it short."""
     seed = row_seed(args.seed, "eval", 0)
     sampling = (args.eval_n, args.temperature, args.max_tokens, seed)
-    result, _ = evaluate(run.engine, run.tokenizer, run.eval_rows, *sampling, function=run.function, together=args.vllm_tp)
+    options = dict(function=run.function, together=args.vllm_tp)
+    try:
+        with run.stop.interruptible(), run.stop.timed("evaluation"):
+            evaluated = evaluate(run.engine, run.tokenizer, run.eval_rows, *sampling, **options)
+    except Interrupted:
+        return None
+    result = evaluated[0]
     print(f"held-out accuracy {when}: {result['acc']:.4f} +- {result['se']:.4f} "
           f"({result['problems']} problems x {args.eval_n}, {result['len_mean']:.1f} tokens)", flush=True)
-    return result
+    return {"acc": result["acc"], "se": result["se"], "len": result["len_mean"]}
 
 
 def learning_rate(args, step):
@@ -275,8 +215,8 @@ def train_step(run, args, step, collect):
             sec["rollout"] = time.perf_counter() - start
         else:
             samples, batch = collect(run, args, step, sec)
-    if args.save_rollouts and parallel.is_main():
-        recorded.save(os.path.join(args.out, "rollouts"), step, samples, args, run.tokenizer)
+    if args.save_rollouts:
+        parallel.on_main(recorded.save, os.path.join(args.out, "rollouts"), step, samples, args, run.tokenizer)
     run.engine.sleep()  # its GPU memory is the learner's until the sync
 
     t = time.perf_counter()
@@ -309,55 +249,73 @@ def sync(run, check=True):
         parallel.agree("engine", fingerprint)
 
 
-def finish_step(run, args, step, metrics, samples, log):
+def evaluates(args, step):
+    return args.eval_every and (step % args.eval_every == 0 or step == args.steps)
+
+
+def finish_step(run, args, step, metrics, samples):
     """After the updates: evaluate, write the row, save; whether the run has to stop here."""
-    summary = run.summary
+    summary, best = run.summary, False
     summary["tokens"] += metrics["tokens"]
     summary["train_seconds"] += metrics["sec/step"]
-    best = False
-    if args.eval_every and (step % args.eval_every == 0 or step == args.steps):
-        result = held_out(run, args, f"after step {step}")
-        metrics |= {"eval/acc": result["acc"], "eval/se": result["se"], "eval/len_mean": result["len_mean"]}
-        summary |= {"acc_after": result["acc"], "se_after": result["se"], "len_after": result["len_mean"]}
+    result = held_out(run, args, f"after step {step}") if evaluates(args, step) else None
+    if result:
+        metrics |= {"eval/acc": result["acc"], "eval/se": result["se"], "eval/len_mean": result["len"]}
+        summary |= {f"{k}_after": v for k, v in result.items()}
         best = result["acc"] > summary.get("best_acc", -1.0)
-        if best:
-            summary |= {"best_acc": result["acc"], "best_step": step}
-    if log:
-        log.log(step, {k: v for k, v in metrics.items() if not k.startswith("n/")})
-        log.samples(step, [sample_record(s) for s in samples[: args.log_samples]])
-        log.line(step, args.steps, metrics)
+        summary |= {"best_acc": result["acc"], "best_step": step} if best else {}
+    parallel.on_main(write_rows, run, args, step, metrics, samples)
     if metrics["skipped"] == args.updates_per_step:
-        print(f"step {step}: no update was made: no usable reward or no finite gradient (samples.jsonl shows the rewards)")
+        print(f"step {step}: no update was made: no usable reward (samples.jsonl shows them), all answers left out, or no "
+              "finite gradient")
     run.state = runstate.state_of(run, args, step)
-    stop = run.stop.now(metrics["sec/step"])
+    stop = run.stop.now(evaluates(args, step + 1))
     due = step == args.steps or (args.save_every and step % args.save_every == 0) or (best and args.keep_best)
     if due or stop:
-        run.saved = save(run, args)
+        runstate.save(run, args)
     return stop
 
 
-def steps(run, args, collect, log):
+def write_rows(run, args, step, metrics, samples):
+    """The row, some samples, the step line; rank 0's."""
+    run.log.log(step, {k: v for k, v in metrics.items() if not k.startswith("n/")})
+    run.log.samples(step, [sample_record(s) for s in samples[: args.log_samples]])
+    run.log.line(step, args.steps, metrics)
+
+
+def steps(run, args, collect):
     """All steps; False if the run had to stop before the last."""
     for step in range(run.done + 1, args.steps + 1):
         try:
-            metrics, samples = train_step(run, args, step, collect)
+            with run.stop.timed("step"):
+                metrics, samples = train_step(run, args, step, collect)
         except (Interrupted, UserError) as error:
             # before its first update a step's weights are the last one's; a mistake of one rank alone leaves the others waiting
             together = isinstance(error, (Interrupted, Everywhere)) or parallel.world() == 1
-            if together and not run.updating and run.state and run.saved != run.state["step"]:
-                run.saved = save(run, args)
+            if together and not run.updating and run.state and run.saved != run.state["step"] and runstate.finite(run):
+                runstate.save(run, args)
             if isinstance(error, Interrupted):
                 return False
             raise
-        if finish_step(run, args, step, metrics, samples, log) and step < args.steps:
+        if finish_step(run, args, step, metrics, samples) and step < args.steps:
             return False
     return True
 
 
-def save(run, args):
-    """The checkpoint of the last finished step; returns its number."""
-    runstate.save(run, args, run.state)
-    return run.state["step"]
+def open_log(run, args, resumed):
+    """The run folder's files; rank 0's."""
+    run.log = RunLog(args.out, args.tensorboard, run.done if resumed else None, wandb=args.wandb, config=vars(args))
+    write_json(os.path.join(args.out, "flags.json"), vars(args))
+
+
+def close_log(run, args, finished):
+    run.log.close()
+    if finished:
+        write_json(os.path.join(args.out, "summary.json"), run.summary)
+        picture = os.path.join(args.out, "curves.png")
+        plot.draw([args.out], picture)
+        print(json.dumps(run.summary))
+        print(f"picture: {picture}")
 
 
 def train(args, collect=collect):
@@ -366,33 +324,23 @@ def train(args, collect=collect):
     if not parallel.is_main():
         sys.stdout = open(os.devnull, "w")  # one process speaks; mistakes go to stderr from all of them
     resume_from = parallel.on_main(open_run_folder, args)
-    run = setup(args)
+    run = runstate.setup(args)
     print(json.dumps(vars(args)))
     if args.dry_run:
         print(f"dry run: nothing sampled, nothing written to {args.out}")
         return
-    with Stop(args.save_before_seconds) as run.stop:
+    with Stop(args.save_before_seconds, runstate.save_bytes(run)) as run.stop:
         if resume_from:
             runstate.restore(run, resume_from, args)
-        run.state, run.saved, run.updating, log = None, run.done, False, None
-        if parallel.is_main():
-            resume_step = run.done if resume_from else None
-            log = RunLog(args.out, args.tensorboard, resume_step, wandb=args.wandb, config=vars(args))
-            write_json(os.path.join(args.out, "flags.json"), vars(args))
+        run.state, run.saved, run.updating = None, run.done, False
+        parallel.on_main(open_log, run, args, resume_from is not None)
         sync(run)  # always before the first sample, after a resume too
         if args.eval_every and not run.done:
-            result = held_out(run, args, "before")
-            run.summary |= {"acc_before": result["acc"], "se_before": result["se"], "len_before": result["len_mean"]}
-        finished = steps(run, args, collect, log)
+            result = held_out(run, args, "before") or {}
+            run.summary |= {f"{k}_before": v for k, v in result.items()}
+        finished = steps(run, args, collect)
     run.engine.close()
-    if log:
-        log.close()
-    if finished and parallel.is_main():
-        write_json(os.path.join(args.out, "summary.json"), run.summary)
-        picture = os.path.join(args.out, "curves.png")
-        plot.draw([args.out], picture)
-        print(json.dumps(run.summary))
-        print(f"picture: {picture}")
+    parallel.on_main(close_log, run, args, finished)
     parallel.stop()
     if not finished:
         print(f"stopped by {run.stop.reason}: {run.saved} finished steps are saved in {args.out}; go on with --resume")

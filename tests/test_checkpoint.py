@@ -329,12 +329,12 @@ def test_keep_last(tmp_path):
         save_tiny(tmp_path, step)
     assert names(tmp_path) == ["step_000001", "step_000002", "step_000003"]
     os.truncate(tmp_path / "checkpoints/step_000003/optimizer.pt", 100)
-    save_tiny(tmp_path, 4, keep_last=2)  # the damaged one does not count as one of the two
-    assert names(tmp_path) == ["step_000002", "step_000003", "step_000004"]
+    save_tiny(tmp_path, 4, keep_last=2)  # the damaged one does not count as one of the two, and goes
+    assert names(tmp_path) == ["step_000002", "step_000004"]
     save_tiny(tmp_path, 1000000, keep_last=1)
-    assert names(tmp_path)[0] == "step_000003" and latest(tmp_path).endswith("step_1000000")
+    assert names(tmp_path) == ["step_1000000"]
     save_tiny(tmp_path, 5, keep_last=1)  # resumed from an older step: what is newer is not its business
-    assert names(tmp_path) == ["step_000003", "step_000005", "step_1000000"]
+    assert names(tmp_path) == ["step_000005", "step_1000000"]
 
 
 def test_the_best_is_kept(tmp_path):

@@ -16,7 +16,7 @@ import train_dapo
 import train_grpo
 from data import Shuffled
 from errors import Everywhere, UserError
-from learner import split
+from learner import make_calibration, split
 from rollout import Completion
 from runlog import read_csv
 from train_dapo import add_dapo_flags, check, collect, kind, shape, soft_overlong
@@ -137,7 +137,7 @@ def test_defaults_are_the_papers():
     paper |= dict(max_tokens=20480, overlong_max=20480, overlong_cache=4096, clip_low=0.8, clip_high=1.28, dual_clip=0.0)
     paper |= dict(kl_coef=0.0, loss_agg="token-mean", adv_scale="std", temperature=1.0, dynamic_sampling=True, gen_prompts=512)
     assert {name: getattr(args, name) for name in paper} == paper
-    assert train_grpo.make_calibration(args).ref_high == 1.28
+    assert make_calibration(args).ref_high == 1.28
     assert parse("--device", "cpu", "--clip-high", 1.3, "--dual-clip", 10).dual_clip == 10
 
 
@@ -151,7 +151,11 @@ def test_grpo_keeps_its_own_defaults():
     (("--max-tokens", 100), "--overlong-cache 4096 is longer"),
     (("--overlong-max", 4000), "--overlong-cache 4096 is longer"),
     (("--no-dynamic-sampling", "--gen-prompts", 8), "--gen-prompts 8 has no effect with --no-dynamic-sampling"),
+    (("--no-dynamic-sampling", "--max-gen-batches", 3), "--max-gen-batches 3 has no effect with --no-dynamic-sampling"),
     (("--load-rollouts", "x"), "--no-dynamic-sampling"),
+    (("--load-rollouts", "x", "--no-dynamic-sampling", "--overlong-filter"), "--overlong-filter has no effect"),
+    (("--overlong-cache", 0, "--overlong-max", 30000), "nothing would be punished"),
+    (("--max-tokens", 40, "--overlong-max", 100, "--overlong-cache", 12), "nothing would be punished"),
     (("--max-gen-batches", 0), "at least 1"),
 ])  # fmt: skip
 def test_flags_that_do_not_go_together(extra, words):

@@ -63,6 +63,7 @@ def test_a_share_of_the_rows_is_spread_over_the_lengths(home, share, rows):
     for m in micros:
         chosen += [i + row for row in m.shadow_rows]
         i += len(m.adv)
+        assert m.shadow_pass == bool(m.shadow_rows)
         assert m.old_logp_hp is None if not m.shadow_rows else m.old_logp_hp.shape == (len(m.shadow_rows), m.mask.shape[1])
     assert chosen == rows
 

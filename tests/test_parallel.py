@@ -6,6 +6,7 @@
 import json
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 
 import acrl
 import checkpoint
+import data
 import flags
 import parallel
 import plot
@@ -23,10 +25,13 @@ import reward
 import tiny
 import train_dapo
 import train_grpo
-from errors import Everywhere, UserError
-from learner import old_pass, split, update
+from errors import Everywhere, Interrupted, UserError
+from eval import evaluate
+from learner import make_calibration, old_pass, split, update
 from logprob import token_logps
+from rollout import make_engine
 from runlog import read_csv
+from stopping import Stop
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TIMINGS = ("sec/", "tok_per_s/", "mem_gb")
@@ -127,7 +132,7 @@ def one_update(home, recipe, *extra):
         parallel.checkpoint_layers(model)
     samples = samples_of(LENGTHS, rewards=[0.0, 1.0, math.nan] + [0.0, 1.0, 0.0] * 3)
     minis = split(samples, args, 0)
-    calib = train_grpo.make_calibration(args)
+    calib = make_calibration(args)
     before = old_pass(model, minis, args, acrl.ACRL(), True, reference)
     generator = torch.Generator().manual_seed(7)
     moved = {}
@@ -140,7 +145,7 @@ def one_update(home, recipe, *extra):
     return recorder.grads, metrics, before, calib.update()
 
 
-CASES = {"fp32": ("--calib-reference", "fp32", "--clip", "calibrated", "--kl-coef", 0.1),
+CASES = {"fp32": ("--calib-reference", "fp32", "--clip", "calibrated", "--kl-coef", 0.1, "--calib-share", 0.5),
          "fp8-row": ("--clip", "calibrated", "--kl-coef", 0.1, "--activation-checkpointing"),
          "bf16": ("--loss-agg", "seq-mean-token-mean", "--correction", "acrl", "--shadow-every", 1)}
 RESUMED = {"grpo": ("--clip", "calibrated", "--calib-interval", 2), "dapo": ("--correction", "acrl")}
@@ -164,6 +169,22 @@ def worker(rank, port, home):
         parallel.agree("engine", rank)
     with pytest.raises(Everywhere, match="no room"):
         parallel.on_main(refuse)
+    assert parallel.meet(lambda: [rank] * (rank + 1)) == [0, 1, 1] and not parallel.working
+    with pytest.raises(Everywhere, match="rank 1: no room"):
+        parallel.meet(refuse if rank else list)  # on both ranks
+    with Stop() as stop:  # rank 1 is signalled while it samples: both stop, for its reason
+        with pytest.raises(Interrupted, match="SIGTERM"), stop.interruptible():
+            parallel.meet(signalled if rank else list)
+        assert stop.reason == "SIGTERM" and not parallel.working
+    with Stop() as stop:  # in between, where ranks talk to each other, a signal waits until they agree
+        with pytest.raises(Interrupted), stop.interruptible():
+            signal.raise_signal(signal.SIGINT) if rank else None
+            assert parallel.gather([rank]) == [0, 1]
+        assert stop.exit_code() == 130
+    if rank == 0:
+        torch.save(scored(home), home / "scored.pt")
+    else:
+        scored(home)
 
     for recipe, extra in CASES.items():
         found = one_update(home, recipe, *extra)
@@ -183,6 +204,19 @@ def worker(rank, port, home):
 
 def refuse():
     raise UserError("no room")
+
+
+def signalled():
+    signal.raise_signal(signal.SIGTERM)
+    raise AssertionError("sampling goes on")
+
+
+def scored(home):
+    """evaluate's summary and records of 5 problems x 3, which two ranks cannot share evenly."""
+    model, tokenizer, _ = precision.load_model(str(home / "model"), "fp32")
+    problems = data.load(str(home / "sums.jsonl"), tokenizer)[:5]
+    summary, records = evaluate(make_engine("hf", model, tokenizer, "fp32"), tokenizer, problems, 3, 1.0, 12, seed=4)
+    return {k: v for k, v in summary.items() if k not in ("seconds", "tok_per_s")}, records
 
 
 def a_batch():
@@ -233,6 +267,12 @@ def test_two_ranks_give_the_gradients_metrics_and_calibration_of_one(ranks, reci
         assert float(two[2]["acrl/Y"]) == pytest.approx(float(one[2]["acrl/Y"]), rel=0.02)
 
 
+def test_two_ranks_evaluate_every_problem_once(ranks):
+    two, one = torch.load(ranks / "scored.pt", weights_only=False), scored(ranks)
+    assert two[1] == one[1] and len(one[1]) == 15
+    assert two[0] == one[0]
+
+
 def test_two_ranks_train_as_one_on_the_same_answers(ranks):
     one, two = rows(ranks / "one"), rows(ranks / "two")
     assert one.keys() == two.keys() and one["step"] == two["step"] == [1, 2]
@@ -245,17 +285,22 @@ def test_two_ranks_train_as_one_on_the_same_answers(ranks):
     assert max((a[0][k] - moved[k]).abs().max() for k in a[0]) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo"])
-def test_two_ranks_resume_bitwise(ranks, name):
-    whole, part = ranks / f"{name}_whole", ranks / f"{name}_part"
-    assert (whole / "metrics.csv").exists() and rows(whole)["step"] == [1, 2, 3, 4, 5, 6]
+def assert_equal_runs(whole, part):
+    """Two finished runs of six steps hold the same, bit for bit, times and flags aside."""
     a, b = rows(whole), rows(part)
+    assert a["step"] == [1, 2, 3, 4, 5, 6]
     assert a.keys() == b.keys() and all(x == y or x != x and y != y for k in a for x, y in zip(a[k], b[k], strict=True))
     assert (whole / "samples.jsonl").read_text() == (part / "samples.jsonl").read_text()
     (weights, optimizer, state), other = final(part, 6), final(whole, 6)
     assert same(weights, other[0]) and all(same(optimizer["state"][i], other[1]["state"][i]) for i in optimizer["state"])
-    state["flags"] = other[2]["flags"] = state["summary"]["train_seconds"] = other[2]["summary"]["train_seconds"] = None
+    for x in (state, other[2]):
+        x["flags"] = x["summary"]["train_seconds"] = None
     assert state == other[2]
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_two_ranks_resume_bitwise(ranks, name):
+    assert_equal_runs(ranks / f"{name}_whole", ranks / f"{name}_part")
 
 
 def test_what_two_ranks_wrote_one_resumes(ranks, tmp_path, capsys):
@@ -268,6 +313,20 @@ def test_what_two_ranks_wrote_one_resumes(ranks, tmp_path, capsys):
     assert "saved by 2 processes, resumed on 1" in capsys.readouterr().out
     assert rows(tmp_path / "out")["step"] == [1, 2, 3, 4, 5, 6, 7]
     assert final(tmp_path / "out", 6)[2]["data"] != final(tmp_path / "out", 7)[2]["data"]
+
+
+@pytest.mark.parametrize("train", [grpo, dapo])
+@pytest.mark.parametrize("extra", [(), ("--clip", "calibrated", "--calib-interval", 2, "--kl-coef", 0.01)])
+def test_one_process_resumes_bitwise(home, tmp_path, monkeypatch, train, extra):
+    """6 steps against 3 and 3: parameters, moments, rows, samples, data position, generators."""
+    monkeypatch.setattr(reward, "grade_batch", first_letter_even)
+    monkeypatch.setattr(plot, "draw", lambda *a: None)
+    extra = (*extra, "--save-every", 3, "--keep-last", 0, "--lr-schedule", "cosine", "--lr-decay-steps", 6)
+    train(home, tmp_path / "whole", *extra, "--steps", 6)
+    train(home, tmp_path / "part", *extra, "--steps", 3)
+    torch.rand(3)
+    train(home, tmp_path / "part", *extra, "--steps", 6, "--resume")
+    assert_equal_runs(tmp_path / "whole", tmp_path / "part")
 
 
 # -----------------------------------------------------------------------------

@@ -3,6 +3,7 @@
     python -m pytest tests/test_runlog.py
 """
 
+import errno
 import json
 import math
 import os
@@ -345,3 +346,32 @@ def test_progress_is_quiet_without_a_terminal(capsys):
     with progress(2, "rollout") as bar:
         bar.update(2)
     assert capsys.readouterr() == ("", "")
+
+
+# -----------------------------------------------------------------------------
+# a full disk
+
+
+@pytest.mark.parametrize("name", ["csv_file", "samples_file"])
+def test_a_full_disk_is_one_line_that_names_the_file(tmp_path, name):
+    log = RunLog(tmp_path)
+    log.log(1, {"reward": 0.5})
+    getattr(log, name).close()
+    setattr(log, name, open("/dev/full", "a"))
+    with pytest.raises(UserError, match="(metrics.csv|samples.jsonl): No space left on device; make room"):
+        log.log(2, {"reward": 0.5})
+        log.samples(2, [{"reward": 0.5}])
+    assert read_csv(str(tmp_path / "metrics.csv"))["step"][0] == 1
+
+
+def test_a_file_that_cannot_be_written_in_full_leaves_the_old_one(tmp_path, monkeypatch):
+    path = tmp_path / "summary.json"
+    write_json(path, {"a": 1})
+
+    def full(fd):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match="summary.json: No space left"):
+        write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1} and os.listdir(tmp_path) == ["summary.json"]

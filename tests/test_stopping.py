@@ -21,9 +21,10 @@ import plot
 import reward
 import tiny
 import train_grpo
+from errors import Interrupted, UserError
 from rollout import HFEngine
 from runlog import read_csv
-from stopping import Interrupted, Stop
+from stopping import Stop
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -131,10 +132,60 @@ def test_a_signal_before_the_first_step_ends_leaves_no_checkpoint(home, tmp_path
     train(home, tmp_path / "out", "--steps", 1)  # and the folder is free
 
 
+def test_a_signal_during_a_save_lets_it_finish(home, tmp_path, monkeypatch, quick):
+    """The limit has begun the last save when the queue's SIGTERM arrives: it is the process's first signal, not its second."""
+    real = checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda *a, **k: signal.raise_signal(signal.SIGTERM) or real(*a, **k))
+    with pytest.raises(SystemExit) as stop:
+        train(home, tmp_path / "out", "--save-before-seconds", 0.001)
+    assert stop.value.code == 0 and checkpoint.latest(str(tmp_path / "out")).endswith("step_000001")
+
+
+def test_a_signal_cuts_an_evaluation_short_and_saves(home, whole, tmp_path, monkeypatch, quick):
+    out, real, calls = tmp_path / "out", train_grpo.evaluate, []
+
+    def evaluate(*a, **k):
+        calls.append(1)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGTERM)
+            raise AssertionError("the evaluation goes on")
+        return real(*a, **k)
+
+    monkeypatch.setattr(train_grpo, "evaluate", evaluate)
+    flags_ = ("--eval-every", 2, "--eval-data", home / "sums.jsonl", "--eval-problems", 2)
+    with pytest.raises(SystemExit) as stop:
+        train(home, out, *flags_)
+    assert stop.value.code == 143 and checkpoint.latest(str(out)).endswith("step_000002") and "eval/acc" not in rows(out)
+    train(home, out, *flags_, "--resume")
+    assert rows(out)["loss"] == rows(whole)["loss"]
+
+
+def test_weights_that_are_not_finite_are_not_saved(home, tmp_path, monkeypatch, quick):
+    """A step makes a weight NaN: the checkpoint before it stays the newest, whether the save is due (at once) or an emergency
+    (the next step's sampling fails)."""
+    out, real = tmp_path / "out", train_grpo.update
+    train(home, out, "--steps", 2, "--save-every", 2, "--keep-last", 1)
+
+    def poison(model, masters, *rest):
+        metrics = real(model, masters, *rest)
+        with torch.no_grad():
+            masters.parameters()[0][0] = float("nan")
+        masters.publish()
+        return metrics
+
+    monkeypatch.setattr(train_grpo, "update", poison)
+    for every, words in ((1, "after step 3 some weights are not finite: not saved"), (0, "log-probs are not finite")):
+        with pytest.raises(UserError, match=words):
+            train(home, out, "--save-every", every, "--resume", "--keep-last", 1)
+        assert [p.name for p in (out / "checkpoints").iterdir()] == ["step_000002"]
+    monkeypatch.setattr(train_grpo, "update", real)
+    train(home, out, "--steps", 3, "--resume")
+
+
 def test_a_second_signal_ends_at_once():
     with Stop() as stop:
         signal.raise_signal(signal.SIGTERM)
-        assert stop.reason == "SIGTERM" and stop.now(1.0)
+        assert stop.reason == "SIGTERM" and stop.now(False)
         with pytest.raises(KeyboardInterrupt) as caught:
             signal.raise_signal(signal.SIGINT)
         assert not isinstance(caught.value, Interrupted)
@@ -148,19 +199,50 @@ def test_a_signal_just_before_sampling_is_not_lost():
         assert stop.exit_code() == 130
 
 
+@pytest.mark.slow
+def test_a_signal_while_vllm_samples(home, tmp_path):
+    """The real script, in a process of its own: real vLLM, SIGTERM after the first row, exit code 143, and --resume goes on."""
+    out = tmp_path / "out"
+    command = [sys.executable, os.path.join(HERE, "train_grpo.py"), *argv(home, out, "--engine", "vllm", "--steps", 500)]
+    command += ["--max-tokens", "200", "--precision", "bf16"]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    csv = out / "metrics.csv"
+    while run.poll() is None and not (csv.exists() and len(csv.read_text().splitlines()) > 2):
+        time.sleep(0.05)
+    run.send_signal(signal.SIGTERM)
+    text, err = run.communicate(timeout=60)
+    assert run.returncode == 143 and "stopped by SIGTERM" in text, text[-2000:] + err[-2000:]
+    assert "Traceback" not in err, err[-3000:]
+    steps = rows(out)["step"]
+    assert checkpoint.latest(str(out)).endswith(f"step_{int(steps[-1]):06d}") and len(steps) < 500
+    done = subprocess.run([*command, "--steps", str(int(steps[-1]) + 1), "--resume"], capture_output=True, text=True)
+    assert done.returncode == 0 and rows(out)["step"] == [*steps, steps[-1] + 1], done.stderr[-2000:]
+
+
 # -----------------------------------------------------------------------------
 # the wall-clock limit
 
 
-def test_the_limit_counts_the_longest_step_and_the_longest_save(monkeypatch):
+def test_the_limit_counts_step_save_and_evaluation_from_the_start_of_the_process(monkeypatch):
     clock = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "time", lambda: 10**9 + clock[0])
     stop = Stop(limit=100)
+    stop.start = 10**9 + 1000.0
+    for what, seconds in (("step", 30), ("step", 5), ("evaluation", 8)):
+        with stop.timed(what):
+            clock[0] += seconds
     clock[0] = 1060.0
-    assert not stop.now(30) and stop.longest == 30  # 60 + 30 fit
-    stop.saving = 15.0
-    assert stop.now(5) and stop.reason == "--save-before-seconds 100" and stop.exit_code() == 0  # 60 + 30 + 15 do not
-    assert not Stop().now(10**9)
+    assert not stop.now(True) and stop.longest == {"step": 30, "evaluation": 8, "save": 0}  # 60 + 30 + 8 fit
+    stop.longest["save"] = 5
+    assert not stop.now(False)  # 60 + 30 + 5
+    assert stop.now(True) and stop.reason == "--save-before-seconds 100" and stop.exit_code() == 0  # 103 do not
+    assert not Stop().now(True)
+
+
+def test_the_process_started_before_this_test_and_a_first_save_is_estimated():
+    assert 0 < time.time() - Stop().start < 24 * 3600
+    assert Stop(save_bytes=6e9).longest["save"] == pytest.approx(20)
 
 
 def test_a_run_stops_before_its_limit_and_goes_on(home, whole, tmp_path, monkeypatch, quick, capsys):

@@ -640,6 +640,7 @@ BAD_FLAGS = [
     (["--kl-estimator", "k2"], "--kl-estimator", "--kl-coef 0"),
     (["--kl-coef", "-1"], "--kl-coef", "at least 0"),
     (["--keep-best"], "--keep-best", "--eval-every"),
+    (["--keep-best", "--eval-every", "2", "--eval-data", ""], "--keep-best", "--eval-data"),
     (["--save-before-seconds", "-1"], "--save-before-seconds", "at least 0"),
     (["--cpu-offload"], "--cpu-offload", "several GPU processes"),
     (["--correction", "none", "--tis-cap", "3"], "--tis-cap has no effect", "--correction none"),
@@ -726,6 +727,12 @@ def test_gpu_without_fp8_units_is_refused(home, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("size", ["abc", "0", "-1"])
+def test_a_world_size_that_is_none_is_refused(home, tmp_path, monkeypatch, capsys, size):
+    monkeypatch.setenv("WORLD_SIZE", size)
+    assert f"WORLD_SIZE is '{size}'" in fails(monkeypatch, capsys, argv(home, tmp_path / "out"))
+
+
 def test_a_world_size_without_a_launcher_is_refused(home, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -748,7 +755,7 @@ def test_folder_of_another_run_is_left_alone(home, tmp_path, monkeypatch, capsys
     AutoModelForCausalLM.from_config(other).save_pretrained(tmp_path / "wide")
     tiny.make_tokenizer().save_pretrained(tmp_path / "wide")
     line = fails(monkeypatch, capsys, argv(home, out, "--resume", "--model", tmp_path / "wide"))
-    assert "not this model's" in line
+    assert "not those of --model" in line
     line = fails(monkeypatch, capsys, argv(home, out, "--resume", "--seed", 5))
     assert "--seed 0" in line
     assert listing(out) == before
