@@ -14,7 +14,7 @@ demo: .venv/ready
 
 test: .venv/ready
 	.venv/bin/ruff check .
-	.venv/bin/python -m pytest
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 2 --dist loadfile
 
 test-slow: .venv/ready
 	.venv/bin/python -m pytest -m slow

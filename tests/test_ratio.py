@@ -121,7 +121,8 @@ def test_updates_leave_the_starting_weights_alone_and_stop_before_the_last(folde
 
 
 def test_study_from_sampling_to_picture_and_its_second_call(folder, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "ratio"
+    out, stability = tmp_path / "ratio", ratio_report.stability
+    monkeypatch.setattr(ratio_report, "stability", lambda *a: stability(*a, draws=5))
     flags = f"--model {folder} --prompts 4 --n 4 --max-tokens 8 --seeds 2 --sizes 1e-4 --lr 1e-3 --sweep-prompts 2 --out {out}"
     ratio.main([*flags.split(), "--device", "cpu"])
     rows = list(csv.DictReader(open(out / "ratio.csv")))
