@@ -826,6 +826,22 @@ def test_another_tensor_in_the_weights_place_is_not_answered_from_the_cache():
     assert torch.equal(layer(x), first)
 
 
+def test_activation_checkpointing_quantises_a_weight_once(monkeypatch):
+    """Its backward hands the layer an alias of the weight, which is no other weight."""
+    from torch.utils.checkpoint import checkpoint
+
+    made, original = [], fp8.make_operand
+    monkeypatch.setattr(fp8, "make_operand", lambda x, *a, **k: made.append(tuple(x.shape)) or original(x, *a, **k))
+    layer = fp8.FP8Linear.of(nn.Linear(32, 48, bias=False), "row", "emulate")
+    x = torch.randn(4, 32, requires_grad=True)
+    for _ in range(3):
+        checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert made.count((48, 32)) == made.count((32, 48)) == 1  # W and W^T
+    layer.drop_cache()
+    checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert made.count((48, 32)) == 2
+
+
 def test_float64_input_is_quantised_like_float32():
     layer = fp8.FP8Linear.of(nn.Linear(32, 48), "row", "emulate")
     x = torch.randn(4, 32)

@@ -272,6 +272,27 @@ def test_a_row_does_not_depend_on_its_neighbours():
     assert ids_of(fewer) == [a for k in range(len(PROMPTS)) for a in ids_of(together[4 * k : 4 * k + 2])]
 
 
+def test_a_part_of_the_prompts_gets_the_whole_batchs_answers():
+    """What a rank samples that has been given the prompts from number 2 on."""
+    _, engine = make()
+    whole = engine.generate(PROMPTS, 4, 1.0, 30, seed=7)
+    assert ids_of(engine.generate(PROMPTS[2:], 4, 1.0, 30, seed=7, first=2)) == ids_of(whole[8:])
+    assert ids_of(engine.generate(PROMPTS[2:], 4, 1.0, 30, seed=7)) != ids_of(whole[8:])
+
+
+def test_an_own_copy_is_filled_by_sync_and_shares_nothing():
+    model, shared = make()
+    engine = make_engine("hf", model, TOKENIZER, "fp32", own_copy=True)
+    expected = ids_of(shared.generate(PROMPTS, 2, 1.0, 16, seed=1))  # ids: a copy lies elsewhere, which moves last bits
+    assert engine.model is not model and ids_of(engine.generate(PROMPTS, 2, 1.0, 16, seed=1)) == expected
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.3)
+    assert ids_of(engine.generate(PROMPTS, 2, 1.0, 16, seed=1)) == expected  # not before the sync
+    engine.sync(model.named_parameters())
+    assert ids_of(engine.generate(PROMPTS, 2, 1.0, 16, seed=1)) == ids_of(shared.generate(PROMPTS, 2, 1.0, 16, seed=1)) != expected
+
+
 def test_global_random_state_is_left_alone():
     _, engine = make()
     before = torch.get_rng_state()

@@ -488,6 +488,18 @@ def test_kl_to_the_starting_model(home, tmp_path, estimator):
     assert without_timings(again) == without_timings(rows)
 
 
+def test_dropout_is_off_wherever_log_probs_are_taken(home, tmp_path):
+    """A model trained with dropout: in one update a step the ratio is 1, and learner and sampler agree."""
+    model = AutoModelForCausalLM.from_pretrained(home / "model")
+    model.config.attention_dropout = 0.5
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(home / "model").save_pretrained(tmp_path / "model")
+    flags = ("--precision", "fp32", "--updates-per-step", 1, "--model", tmp_path / "model")
+    rows = run(home, tmp_path / "out", *flags)
+    assert all(float(row["ratio/max"]) == float(row["ratio/mean"]) == 1 for row in rows)
+    assert max(float(row["mismatch/abs_dlogp_max"]) for row in rows) < 1e-4
+
+
 def test_activation_checkpointing_changes_nothing(home, tmp_path):
     plain = run(home, tmp_path / "a", "--precision", "fp8-row")
     again = run(home, tmp_path / "b", "--precision", "fp8-row", "--activation-checkpointing")
