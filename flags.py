@@ -77,19 +77,8 @@ def add_calibration_flags(parser):
     g.add_argument("--shadow-every", type=number(int, 0), default=0, help="other clips: steps between measuring passes")
 
 
-def make_parser(description, presets):
-    parser = Flags(description=description)
-    g = parser.add_argument_group("model and data")
-    g.add_argument("--model", default="tiny", help="transformers folder or hub name; `tiny` makes the embedded model")
-    g.add_argument("--data", default="arith:train", help="arith:train, rg:TASK, a preset (gsm8k:train), a file, OWNER/NAME")
-    g.add_argument("--eval-data", default="", help="held-out problems, same forms as --data")
-    g.add_argument("--prompt-column", help="default: the preset's, else prompt")
-    g.add_argument("--answer-column", help="default: the preset's, else answer")
-    g.add_argument("--system-prompt", help="for models with a chat template")
-    g.add_argument("--template-args", type=json_object, help='arguments of the chat template, e.g. {"enable_thinking": false}')
-    g.add_argument("--prompt-format", help="for models without a chat template, with {prompt}; default: the prompt alone")
-    g.add_argument("--reward", default="", help="FILE.py:function(completion, row, truncated) instead of math grading")
-    g.add_argument("--max-prompt-tokens", type=number(int, 1), default=1024, help="longer prompts are dropped, with a count")
+def add_run_flags(parser, presets):
+    """The run as such: folder, seed, checkpoints, evaluation, logs."""
     g = parser.add_argument_group("run")
     g.add_argument("--out", default="out/run", help="run folder")
     g.add_argument("--preset", choices=list(presets), help="a set of flags; flags given explicitly win")
@@ -110,6 +99,22 @@ def make_parser(description, presets):
     g.add_argument("--wandb", action="store_true", help="also log there; absent or without a login, the run goes on")
     g.add_argument("--save-rollouts", action="store_true", help="keep every step's answers in --out/rollouts")
     g.add_argument("--load-rollouts", default="", metavar="DIR", help="train on recorded answers instead of sampling")
+
+
+def make_parser(description, presets):
+    parser = Flags(description=description)
+    g = parser.add_argument_group("model and data")
+    g.add_argument("--model", default="tiny", help="transformers folder or hub name; `tiny` makes the embedded model")
+    g.add_argument("--data", default="arith:train", help="arith:train, rg:TASK, a preset (gsm8k:train), a file, OWNER/NAME")
+    g.add_argument("--eval-data", default="", help="held-out problems, same forms as --data")
+    g.add_argument("--prompt-column", help="default: the preset's, else prompt")
+    g.add_argument("--answer-column", help="default: the preset's, else answer")
+    g.add_argument("--system-prompt", help="for models with a chat template")
+    g.add_argument("--template-args", type=json_object, help='arguments of the chat template, e.g. {"enable_thinking": false}')
+    g.add_argument("--prompt-format", help="for models without a chat template, with {prompt}; default: the prompt alone")
+    g.add_argument("--reward", default="", help="FILE.py:function(completion, row, truncated) instead of math grading")
+    g.add_argument("--max-prompt-tokens", type=number(int, 1), default=1024, help="longer prompts are dropped, with a count")
+    add_run_flags(parser, presets)
     g = parser.add_argument_group("batch")
     g.add_argument("--steps", type=number(int, 1), default=500, help="total, also with --resume")
     g.add_argument("--prompts-per-step", type=number(int, 1), default=32)

@@ -327,8 +327,7 @@ def train(args, collect=collect):
     run = runstate.setup(args)
     print(json.dumps(vars(args)))
     if args.dry_run:
-        print(f"dry run: nothing sampled, nothing written to {args.out}")
-        return
+        return print(f"dry run: nothing sampled, nothing written to {args.out}")
     with Stop(args.save_before_seconds, runstate.save_bytes(run)) as run.stop:
         if resume_from:
             runstate.restore(run, resume_from, args)

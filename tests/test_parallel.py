@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -388,8 +389,30 @@ def test_two_machines_meet_over_localhost(home, tmp_path):
 
 
 @pytest.mark.slow
+def test_sigterm_to_the_launcher_saves_on_two_processes(home, tmp_path):
+    """In the middle of sampling, as schedulers end a job: the last finished step is saved long before torchrun kills."""
+    out, options = tmp_path / "out", ("--main_process_port", str(free_port()))
+    extra = ("--steps", 500, "--max-tokens", 240, "--prompts-per-step", 16, "--precision", "bf16", "--save-every", 0)
+    run, csv = launch(out, home, *extra, options=options), out / "metrics.csv"
+    while run.poll() is None and not (csv.exists() and len(csv.read_text().splitlines()) > 2):
+        time.sleep(0.05)
+    start = time.monotonic()
+    run.send_signal(signal.SIGTERM)
+    text, err = run.communicate(timeout=120)
+    assert time.monotonic() - start < 28, "torchrun had to kill"
+    steps = rows(out)["step"]
+    assert checkpoint.latest(str(out)).endswith(f"step_{int(steps[-1]):06d}"), text[-2000:] + err[-2000:]
+    again = ("--steps", int(steps[-1]) + 1, "--resume")
+    done = launch(out, home, *extra, *again, options=("--main_process_port", str(free_port())))
+    text, err = done.communicate(timeout=300)
+    assert done.returncode == 0 and rows(out)["step"] == [*steps, steps[-1] + 1], err[-2000:]
+
+
+@pytest.mark.slow
 def test_a_mistake_is_told_once(home, tmp_path):
-    for extra, words in ((("--group-size", 1), "--group-size 1"), (("--resume",), "no complete checkpoint")):
+    mistakes = ((("--group-size", 1), "--group-size 1"), (("--resume",), "no complete checkpoint"),
+                (("--data", "nofile.jsonl"), "nofile.jsonl"), (("--gate", 1e-12, "--precision", "fp8-row"), "gate: "))
+    for extra, words in mistakes:
         run = launch(tmp_path / "out", home, *extra, options=("--main_process_port", str(free_port())))
         out, err = run.communicate(timeout=300)
         lines = [line for line in err.splitlines() if line.startswith("error: ")]
