@@ -249,3 +249,13 @@ def update(model, masters, optimizer, mini, args, calib=None, shadow=False):
         return {"skipped": 1}
     loop = {"loss": loss_sum, "grad_norm": norm, "clip/low": low, "clip/high": high, "skipped": 0}
     return merged(parts) | {k: float(v) for k, v in found.items()} | loop
+
+
+def learning_rate(args, step):
+    """Of a step, counted from 1: linear warm-up, then constant, or a decay that ends at --lr-decay-steps."""
+    warm = args.lr * min(1.0, step / max(1, args.warmup))
+    if args.lr_schedule == "constant":
+        return warm
+    t = min(1.0, max(0, step - args.warmup) / (args.lr_decay_steps - args.warmup))
+    shape = 1 - t if args.lr_schedule == "linear" else (1 + math.cos(math.pi * t)) / 2
+    return warm * (args.lr_min_ratio + (1 - args.lr_min_ratio) * shape)

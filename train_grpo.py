@@ -41,7 +41,7 @@ import runstate
 from errors import Everywhere, UserError, run_main
 from eval import evaluate
 from flags import parse_flags
-from learner import old_pass, shadow_due, split, update
+from learner import learning_rate, old_pass, shadow_due, split, update
 from rollout import row_seed
 from runlog import RunLog, read_csv, write_json
 from stopping import Interrupted, Stop
@@ -192,16 +192,6 @@ def held_out(run, args, when):
     return {"acc": result["acc"], "se": result["se"], "len": result["len_mean"]}
 
 
-def learning_rate(args, step):
-    """Of a step, counted from 1: linear warm-up, then constant, or a decay that ends at --lr-decay-steps."""
-    warm = args.lr * min(1.0, step / max(1, args.warmup))
-    if args.lr_schedule == "constant":
-        return warm
-    t = min(1.0, max(0, step - args.warmup) / (args.lr_decay_steps - args.warmup))
-    shape = 1 - t if args.lr_schedule == "linear" else (1 + math.cos(math.pi * t)) / 2
-    return warm * (args.lr_min_ratio + (1 - args.lr_min_ratio) * shape)
-
-
 def train_step(run, args, step, collect):
     """One step of the loop: (metrics, samples)."""
     start, sec = time.perf_counter(), {}
@@ -255,10 +245,13 @@ def evaluates(args, step):
 
 def finish_step(run, args, step, metrics, samples):
     """After the updates: evaluate, write the row, save; whether the run has to stop here."""
-    summary, best = run.summary, False
+    summary, best, result, problem = run.summary, False, None, None
     summary["tokens"] += metrics["tokens"]
     summary["train_seconds"] += metrics["sec/step"]
-    result = held_out(run, args, f"after step {step}") if evaluates(args, step) else None
+    try:
+        result = held_out(run, args, f"after step {step}") if evaluates(args, step) else None
+    except UserError as error:
+        problem = error  # raised below: the step itself is done, and is written and saved first
     if result:
         metrics |= {"eval/acc": result["acc"], "eval/se": result["se"], "eval/len_mean": result["len"]}
         summary |= {f"{k}_after": v for k, v in result.items()}
@@ -271,8 +264,10 @@ def finish_step(run, args, step, metrics, samples):
     run.state = runstate.state_of(run, args, step)
     stop = run.stop.now(evaluates(args, step + 1))
     due = step == args.steps or (args.save_every and step % args.save_every == 0) or (best and args.keep_best)
-    if due or stop:
+    if due or stop or problem:
         runstate.save(run, args)
+    if problem:
+        raise problem
     return stop
 
 

@@ -160,6 +160,24 @@ def test_a_signal_cuts_an_evaluation_short_and_saves(home, whole, tmp_path, monk
     assert rows(out)["loss"] == rows(whole)["loss"]
 
 
+def test_a_step_whose_evaluation_fails_is_saved(home, whole, tmp_path, monkeypatch, quick):
+    out, real, calls = tmp_path / "out", train_grpo.evaluate, []
+
+    def evaluate(*a, **k):
+        calls.append(1)
+        if len(calls) == 2:
+            raise UserError("reward function r, row 3: boom")
+        return real(*a, **k)
+
+    monkeypatch.setattr(train_grpo, "evaluate", evaluate)
+    flags_ = ("--eval-every", 2, "--eval-data", home / "sums.jsonl", "--eval-problems", 2)
+    with pytest.raises(UserError, match="boom"):
+        train(home, out, *flags_)
+    assert checkpoint.latest(str(out)).endswith("step_000002") and rows(out)["step"] == [1, 2]
+    train(home, out, *flags_, "--resume")
+    assert rows(out)["loss"] == rows(whole)["loss"]
+
+
 def test_weights_that_are_not_finite_are_not_saved(home, tmp_path, monkeypatch, quick):
     """A step makes a weight NaN: the checkpoint before it stays the newest, whether the save is due (at once) or an emergency
     (the next step's sampling fails)."""
