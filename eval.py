@@ -213,6 +213,8 @@ def parse_flags(argv=None):
         names = [set_name(x) for x in getattr(args, flag)]
         if len(set(names)) < len(names):
             raise UserError(f"--{flag} {' '.join(names)}: one is given twice")
+    if parallel.launched() > 1:
+        raise UserError(f"eval.py runs on one process, and was started as one of {parallel.launched()}; leave the launcher out")
     args.k = sorted(set(args.k or default_ks(args.n)))
     if args.k[-1] > args.n:
         raise UserError(f"--k {args.k[-1]} is above --n {args.n}: pass@k needs at least k answers per problem; raise --n")

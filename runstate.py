@@ -43,7 +43,7 @@ def setup(args):
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(args.seed % 2**32)  # nothing of ours draws from the global generators; a library or a reward function might
     sharded = parallel.world() > 1
-    path = tiny.prepare() if args.model == "tiny" else args.model
+    path = parallel.on_main(tiny.prepare) if args.model == "tiny" else args.model
     quantiser = dict(backend=args.fp8_backend, grad_dtype=args.fp8_grads, power_of_two=args.pow2_scales)
     quantiser |= dict(keep_bf16=args.keep_bf16)
     device = "cpu" if sharded else args.device  # whole in CPU memory only, its parts go to the device

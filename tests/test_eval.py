@@ -413,3 +413,9 @@ def test_mistakes(home, tmp_path, monkeypatch, capsys, extra, words):
     lines = capsys.readouterr().err.splitlines()
     assert [line.startswith("error: ") for line in lines].count(True) == 1
     assert words in next(line for line in lines if line.startswith("error: "))
+
+
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="eval.py runs on one process"):
+        evaluation.parse_flags([])
