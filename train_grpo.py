@@ -333,8 +333,8 @@ def train(args, collect=collect):
             result = held_out(run, args, "before") or {}
             run.summary |= {f"{k}_before": v for k, v in result.items()}
         finished = steps(run, args, collect)
-    run.engine.close()
     parallel.on_main(close_log, run, args, finished)
+    run.engine.close()  # last: vLLM ends the process group with itself
     parallel.stop()
     if not finished:
         print(f"stopped by {run.stop.reason}: {run.saved} finished steps are saved in {args.out}; go on with --resume")
