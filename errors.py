@@ -73,7 +73,7 @@ def check_device(device):
 def run_main(main):
     """Call `main()`; print a UserError as one line on stderr and exit with 2, Ctrl-C as one line and 130; let every other
     exception through. Of several processes the first speaks: the others wait before they tell a mistake, and are ended by the
-    launcher meanwhile if the first one has made it too; an Everywhere they leave to it."""
+    launcher meanwhile if the first one has made it too; an Everywhere they leave to it. (The launcher's own exit code is 1.)"""
     rank = os.environ.get("RANK", "0")
     try:
         main()
@@ -85,5 +85,5 @@ def run_main(main):
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted: rows and samples up to the last finished step are in the run folder, a training run goes on with "
-              "--resume from its last checkpoint", file=sys.stderr)
+              "--resume from its last checkpoint, if it has one", file=sys.stderr)
         sys.exit(130)

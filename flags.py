@@ -38,7 +38,7 @@ def add_method_flags(parser):
     g.add_argument("--clip", choices=["vanilla", "calibrated", "bapo"], default="vanilla",
                    help="fixed bounds; bounds calibrated on BF16 shadow passes; bounds searched per mini-batch")
     g.add_argument("--clip-low", type=number(float, 0), help="lower bound of the ratio, 0.8, cispo: 0; calibrated: BF16's")
-    g.add_argument("--clip-high", type=number(float, 0), help="upper bound of the ratio, 1.24; calibrated: BF16's")
+    g.add_argument("--clip-high", type=number(float, 0), help="upper bound of the ratio, 1.24, DAPO 1.28; calibrated: BF16's")
     g.add_argument("--bapo-target", type=number(float, above=0), default=0.4, help="rho0, the positive tokens' part")
     g.add_argument("--dual-clip", type=number(float, 0), default=0.0, help="bound on r where A < 0, e.g. 3; 0 = off")
     g.add_argument("--kl-coef", type=number(float, 0), default=0.0, help="weight of the KL to --model in the loss; 0 = none")
@@ -117,7 +117,7 @@ def make_parser(description, presets):
     add_run_flags(parser, presets)
     g = parser.add_argument_group("batch")
     g.add_argument("--steps", type=number(int, 1), default=500, help="total, also with --resume")
-    g.add_argument("--prompts-per-step", type=number(int, 1), default=32)
+    g.add_argument("--prompts-per-step", type=number(int, 1), default=32, help="B; each gets a group of answers")
     g.add_argument("--group-size", type=number(int, 1), default=8, help="answers per prompt, at least 2")
     g.add_argument("--updates-per-step", type=number(int, 1), default=4, help="mini-batches a step")
     g.add_argument("--micro-tokens", type=number(int, 1), default=16384, help="padded tokens per forward and backward")
@@ -138,14 +138,14 @@ def make_parser(description, presets):
     g.add_argument("--max-tokens", type=number(int, 1), default=128, help="tokens per answer")
     g.add_argument("--temperature", type=number(float, 0), default=1.0)
     g.add_argument("--rollout-rows", type=number(int, 1), default=256, help="sequences decoded at once")
-    g.add_argument("--gate", type=number(float, 0), help="bound on step 0's mean |old_logp - mu_logp|; 0 = report only")
+    g.add_argument("--gate", type=number(float, 0), help="bound on a launch's first mean |old_logp - mu_logp|; 0 = report only")
     g = parser.add_argument_group("optimiser")
     g.add_argument("--lr", type=number(float, above=0), default=1e-6, help="constant after --warmup, or see --lr-schedule")
     g.add_argument("--warmup", type=number(int, 0), default=0, help="steps of linear warm-up")
     g.add_argument("--lr-schedule", choices=["constant", "linear", "cosine"], default="constant", help="after the warm-up")
     g.add_argument("--lr-decay-steps", type=number(int, 0), default=0, help="step at which the decay ends, whatever --steps is")
     g.add_argument("--lr-min-ratio", type=number(float, 0, 1), default=0.0, help="where it ends, as a share of --lr")
-    g.add_argument("--weight-decay", type=number(float, 0), default=0.01)
+    g.add_argument("--weight-decay", type=number(float, 0), default=0.01, help="AdamW's")
     g.add_argument("--grad-clip", type=number(float, above=0), default=1.0, help="bound on the gradient's global norm")
     add_method_flags(parser)
     add_calibration_flags(parser)
@@ -215,6 +215,9 @@ def check_method(args):
     if args.lr_schedule != "constant" and args.lr_decay_steps <= args.warmup:
         raise UserError(f"--lr-schedule {args.lr_schedule} needs --lr-decay-steps above --warmup {args.warmup}: the step at "
                         "which the decay ends")
+    if args.lr_schedule != "constant" and args.steps > args.lr_decay_steps and not args.lr_min_ratio:
+        raise UserError(f"--steps {args.steps} goes past --lr-decay-steps {args.lr_decay_steps}, where the learning rate is "
+                        "0; raise the latter, or set --lr-min-ratio")
     if args.keep_best and not (args.eval_every and args.eval_data):
         raise UserError("--keep-best goes by held-out accuracy; it needs --eval-every and --eval-data")
     if args.engine == "vllm" and args.device not in ("cpu", "cuda", "cuda:0"):

@@ -1,7 +1,7 @@
 """The learner's half of a step: micro-batches, old pass, sampler correction, shadow passes, and one optimiser step.
 
     minis = split(samples, args, pad_id)                        M mini-batches of micro-batches
-    metrics = old_pass(model, minis, args, acrl, shadow)        old_logp at the step's starting weights; correction weights
+    metrics = old_pass(model, minis, args, acrl, shadow, ref)   old_logp at the step's starting weights; correction weights
     for mini in minis:
         update(model, masters, optimizer, mini, args, calib, shadow)      new_logp, loss, gradient, AdamW
 
@@ -137,11 +137,11 @@ def old_pass(model, minis, args, acrl=None, shadow=False, reference=None):
     names = ("old_logp", "mu_logp", "entropy")
     if hasattr(reference, "reshard"):
         reference.reshard()  # no backward frees its root's whole parameters
-    old, mu, entropy = (parallel.together(torch.cat([getattr(m, name)[m.mask] for m in micros])) for name in names)
+    old, mu, entropy = (parallel.joined(torch.cat([getattr(m, name)[m.mask] for m in micros])) for name in names)
     ones = torch.ones(1, len(old), dtype=torch.bool, device=old.device)
     metrics = clipping.mismatch_metrics(old[None], mu[None], ones)
     metrics["entropy"] = entropy.mean() if len(entropy) else float("nan")
-    per_answer = parallel.together(torch.cat([answer_entropy(m)[m.mask.any(1)] for m in micros]))
+    per_answer = parallel.joined(torch.cat([answer_entropy(m)[m.mask.any(1)] for m in micros]))
     edges = [0.0, 0.2, 0.5, 1.0, math.inf]  # the bins of arXiv:2609.22870: garbled answers live in the last
     for low, high in zip(edges, edges[1:], strict=False):
         share = ((per_answer >= low) & (per_answer < high)).float().mean()  # NaN if no answer counts
@@ -252,10 +252,10 @@ def update(model, masters, optimizer, mini, args, calib=None, shadow=False):
 
 
 def learning_rate(args, step):
-    """Of a step, counted from 1: linear warm-up, then constant, or a decay that ends at --lr-decay-steps."""
+    """Of a step, counted from 1: linear warm-up, then constant, or a decay over the steps up to --lr-decay-steps."""
     warm = args.lr * min(1.0, step / max(1, args.warmup))
     if args.lr_schedule == "constant":
         return warm
-    t = min(1.0, max(0, step - args.warmup) / (args.lr_decay_steps - args.warmup))
+    t = min(1.0, max(0, step - 1 - args.warmup) / (args.lr_decay_steps - args.warmup))
     shape = 1 - t if args.lr_schedule == "linear" else (1 + math.cos(math.pi * t)) / 2
     return warm * (args.lr_min_ratio + (1 - args.lr_min_ratio) * shape)

@@ -160,7 +160,7 @@ def on_main(function, *arguments):
     return result
 
 
-def together(values):
+def joined(values):
     """The ranks' concatenation of a 1-D tensor of any length, on its own device."""
     return values if world() == 1 else torch.cat(gather([values.detach().cpu()])).to(values.device)
 

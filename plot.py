@@ -41,7 +41,8 @@ PANELS = [  # (title, y label, curves)
 
 DAPO_PANELS = [  # a third row where a run has them
     ("Dynamic sampling", "share of the groups sampled", [
-        Curve("dapo/efficiency", "used"), Curve("dapo/all0", "all wrong", "--"), Curve("dapo/all1", "all right", ":")]),
+        Curve("dapo/efficiency", "used"), Curve("dapo/all0", "all wrong", "--"), Curve("dapo/all1", "all right", ":"),
+        Curve("dapo/acc", "accuracy of all answers", (0, (5, 2)), 0.9)]),
     ("Sampling rounds", "rounds per step", [Curve("dapo/rounds", "rounds")]),
     ("Overlong answers", "share of answers", [
         Curve("dapo/overlong_frac", "punished"), Curve("len/trunc_frac", "cut off", "--")]),

@@ -97,6 +97,8 @@ def load_data(args, model, tokenizer):
         eval_rows = data.load(args.eval_data, tokenizer, longest, **formats)[: args.eval_problems]
         common = data.overlap(rows, eval_rows)
         print(f"{len(rows)} training prompts, {len(eval_rows)} held out, {common} in both")
+    if len(rows) < args.prompts_per_step:
+        print(f"{args.data} has {len(rows)} prompts, a step takes {args.prompts_per_step}: they repeat within a step")
     return rows, eval_rows
 
 
@@ -155,6 +157,9 @@ def restore(run, path, args):
     weights, optimizer_state, state = checkpoint.load(path)
     if state["step"] >= args.steps:
         raise UserError(f"--resume: {path} has {state['step']} steps done, --steps {args.steps} is the total; raise it")
+    if ("dynamic_sampling" in state["flags"]) != ("dynamic_sampling" in vars(args)):
+        script = "train_dapo.py" if "dynamic_sampling" in state["flags"] else "train_grpo.py"
+        raise UserError(f"--resume: {path} was written by {script}; resume it with that script")
     run.masters.load(weights)
     slots = {}
     for i, w in enumerate(run.masters.parameters()):
@@ -171,7 +176,7 @@ def restore(run, path, args):
         print(f"--resume: saved by {len(state['rng'])} processes, resumed on {parallel.world()}: libraries' own random "
               "generators start anew")
     if not args.eval_every:  # accuracies of earlier steps would pass for this run's result
-        run.summary = {k: v for k, v in run.summary.items() if not k.startswith(("acc_", "se_", "len_"))}
+        run.summary = {k: v for k, v in run.summary.items() if not k.startswith(("acc_", "se_", "len_", "best_"))}
     print(f"resumed {path}: {run.done} of {args.steps} steps done")
     for name, old in state["flags"].items():
         new = vars(args).get(name)

@@ -18,11 +18,13 @@ drawn; the first B mixed ones are the batch, the rest of the last round is dropp
 Worked number: L_max 20, L_cache 4: 16 tokens cost 0, 18 cost 0.5, 20 and more cost 1. A right answer of 18 tokens has
 R = 1 - 0.5 = 0.5, a wrong one cut off at 20 has R = -1 - 1 = -2.
 
-Defaults are the paper's: 512 prompts x 16 answers, 16 updates, lr 1e-6 after 10 warm-up steps, weight decay 0.1, answers of
-20,480 tokens of which the last 4,096 are punished. --dual-clip 10 is what verl's scripts add. Other flags: train_grpo.py's.
+Defaults are the paper's: 512 prompts x 16 answers, 16 updates, lr 1e-6, answers of 20,480 tokens of which the last 4,096 are
+punished; 10 warm-up steps (the paper: 20) and weight decay 0.1 are verl's scripts', as is --dual-clip 10, here off. Other
+flags: train_grpo.py's.
 
-Metrics beside the loop's: `reward` is (1), `acc` the plain accuracy, both of the batch; dapo/rounds; dapo/efficiency, the
-batch's share of the groups sampled; dapo/{all0,all1}, shares of the groups sampled; dapo/surplus, mixed groups dropped;
+Metrics beside the loop's: `reward` is (1), `acc` the plain accuracy, both of the batch, whose groups are all mixed; dapo/acc
+the accuracy of everything sampled, which GRPO's `acc` compares with; dapo/rounds; dapo/efficiency, the batch's share of the
+groups sampled; dapo/{all0,all1}, shares of the groups sampled; dapo/surplus, mixed groups dropped;
 dapo/overlong_frac, answers punished; dapo/overlong, mean R_len over all answers; dapo/filtered, answers left out.
 
     python train_dapo.py --preset demo                          embedded model, sums, minutes on a 2-core CPU, ends in a picture
@@ -71,8 +73,9 @@ def check(args):
     for name in [name for name, given in idle.items() if given and not args.dynamic_sampling]:
         flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
         raise UserError(f"{flag} has no effect with --no-dynamic-sampling; leave one of the two out")
-    off = not args.overlong_cache and args.overlong_max == args.max_tokens
-    if args.overlong_max - args.overlong_cache >= args.max_tokens and not off:
+    if not args.overlong_cache and args.overlong_max != args.max_tokens:
+        raise UserError(f"--overlong-max {args.overlong_max} has no effect with --overlong-cache 0; leave one of the two out")
+    if args.overlong_cache and args.overlong_max - args.overlong_cache >= args.max_tokens:
         raise UserError(f"--overlong-max {args.overlong_max} less --overlong-cache {args.overlong_cache} is not below "
                         f"--max-tokens {args.max_tokens}: nothing would be punished; leave --overlong-max out")
     if args.load_rollouts and args.overlong_filter:
@@ -110,23 +113,27 @@ def kind(group):
 def collect(run, args, step, sec):
     """(3): the samples of a step's B mixed groups, shaped, with advantages; and the metrics."""
     B, G = args.prompts_per_step, args.group_size
-    kept, kinds, rounds = [], [], 0
+    kept, kinds, accs, rounds = [], [], [], 0
     while len(kept) < B:
         if rounds == args.max_gen_batches:
             all0, all1 = (f"{kinds.count(k) / len(kinds):.0%} all" for k in ("all0", "all1"))
+            hard = "--data is too easy or too hard for this model"
             raise Everywhere(
-                f"step {step}: {len(kinds)} groups in {rounds} rounds (--max-gen-batches) gave {len(kept)} mixed ones, "
-                f"--prompts-per-step asks for {B}; {all0} wrong, {all1} right: --data is too easy or too hard for this model"
+                f"step {step}: {len(kinds)} groups sampled, {len(kept)} of them mixed, --prompts-per-step asks for {B}: "
+                f"--max-gen-batches {rounds} is reached; {all0} wrong, {all1} right: "
+                + (hard if 5 * len(kept) < len(kinds) else "raise --max-gen-batches or --gen-prompts")
             )
         rows = run.shuffled.next(args.gen_prompts)
         samples = sample_and_grade(run, rows, args, row_seed(args.seed, f"train {step}", rounds), sec)
         groups = [samples[i : i + G] for i in range(0, len(samples), G)]
         kinds += [kind(group) for group in groups]
+        accs += [s["acc"] for s in samples if s["acc"] == s["acc"]]
         kept += [g for g in groups if kind(g) == "mixed" or not args.dynamic_sampling]
         rounds += 1
     samples = [s for group in kept[:B] for s in group]
     metrics = {"dapo/rounds": rounds, "dapo/efficiency": B / len(kinds), "dapo/surplus": len(kept) - B}
     metrics |= {f"dapo/{k}": kinds.count(k) / len(kinds) for k in ("all0", "all1")} | shape(samples, args)
+    metrics["dapo/acc"] = sum(accs) / max(1, len(accs))
     add_advantages(samples, args)
     return samples, metrics
 

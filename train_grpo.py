@@ -87,6 +87,7 @@ def sample_and_grade(run, rows, args, seed, sec):
     start = time.perf_counter()
     answers = parallel.meet(own_part, args.vllm_tp)
     slowest = parallel.largest(seconds[0])
+    sec["sampled"] = sec.get("sampled", 0) + sum(len(completion.token_ids) for completion, _, _ in answers)  # of all rounds
     sec["rollout"] = sec.get("rollout", 0.0) + slowest
     sec["reward"] = sec.get("reward", 0.0) + max(0.0, time.perf_counter() - start - slowest)
     names, rows = ("row", "completion", "text", "reward", "acc"), [row for row in rows for _ in range(args.group_size)]
@@ -136,10 +137,10 @@ def step_metrics(samples, updates, args, sec, lr, start):
         metrics |= clipping.merge_metrics([{k: v for k, v in u.items() if k not in (*means, "skipped")} for u in done])
         metrics |= {k: sum(u[k] for u in done) / len(done) for k in means}
     metrics |= {"skipped": sum(u["skipped"] for u in updates), "lr": lr}
+    tokens, sampled = sum(lengths), sec.pop("sampled", 0)
     metrics |= {f"sec/{k}": v for k, v in sec.items()}
-    tokens = sum(lengths)
     metrics |= {"sec/step": time.perf_counter() - start, "tokens": tokens}
-    metrics |= {} if args.load_rollouts else {"tok_per_s/rollout": tokens / sec["rollout"]}
+    metrics |= {} if args.load_rollouts else {"tok_per_s/rollout": sampled / sec["rollout"]}
     metrics["tok_per_s/train"] = tokens / (sec["logp"] + sec["train"])
     cuda = torch.device(args.device).type == "cuda"
     peak = torch.cuda.max_memory_allocated(args.device) if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -257,6 +258,8 @@ def finish_step(run, args, step, metrics, samples):
         summary |= {f"{k}_after": v for k, v in result.items()}
         best = result["acc"] > summary.get("best_acc", -1.0)
         summary |= {"best_acc": result["acc"], "best_step": step} if best else {}
+        if best and args.keep_best:
+            print(f"best held-out accuracy so far: kept as {args.out}/checkpoints/step_{step:06d}")
     parallel.on_main(write_rows, run, args, step, metrics, samples)
     if metrics["skipped"] == args.updates_per_step:
         print(f"step {step}: no update was made: no usable reward (samples.jsonl shows them), all answers left out, or no "
@@ -300,7 +303,7 @@ def steps(run, args, collect):
 def open_log(run, args, resumed):
     """The run folder's files; rank 0's."""
     run.log = RunLog(args.out, args.tensorboard, run.done if resumed else None, wandb=args.wandb, config=vars(args))
-    write_json(os.path.join(args.out, "flags.json"), vars(args))
+    write_json(os.path.join(args.out, "flags.json"), vars(args) | {"processes": parallel.world()})
 
 
 def close_log(run, args, finished):
@@ -320,6 +323,7 @@ def train(args, collect=collect):
         sys.stdout = open(os.devnull, "w")  # one process speaks; mistakes go to stderr from all of them
     resume_from = parallel.on_main(open_run_folder, args)
     run = runstate.setup(args)
+    print(f"{parallel.world()} process{'es' * (parallel.world() > 1)} on {args.device}")
     print(json.dumps(vars(args)))
     if args.dry_run:
         return print(f"dry run: nothing sampled, nothing written to {args.out}")
@@ -337,7 +341,8 @@ def train(args, collect=collect):
     run.engine.close()  # last: vLLM ends the process group with itself
     parallel.stop()
     if not finished:
-        print(f"stopped by {run.stop.reason}: {run.saved} finished steps are saved in {args.out}; go on with --resume")
+        saved = f"step {run.saved} is saved in {args.out}; go on with --resume" if run.saved else "nothing saved yet; start again"
+        print(f"stopped by {run.stop.reason}: {saved}")
         sys.exit(run.stop.exit_code())
 
 

@@ -119,7 +119,40 @@ def test_surplus_groups_are_dropped_and_counted(monkeypatch):
 def test_data_too_easy_or_too_hard_end_with_the_flags_name(monkeypatch, what, words):
     with pytest.raises(Everywhere) as caught:
         collected(monkeypatch, lambda i: what, "--max-gen-batches", 4)
-    assert words in str(caught.value) and "12 groups in 4 rounds (--max-gen-batches) gave 0 mixed ones" in str(caught.value)
+    assert words in str(caught.value) and "12 groups sampled, 0 of them mixed" in str(caught.value)
+    assert "--max-gen-batches 4 is reached" in str(caught.value) and "too easy or too hard" in str(caught.value)
+
+
+def test_data_that_only_needed_another_round_are_not_called_hard(monkeypatch):
+    with pytest.raises(Everywhere, match="3 groups sampled, 2 of them mixed.*raise --max-gen-batches or --gen-prompts"):
+        collected(monkeypatch, lambda i: "mixed" if i else "all0", "--max-gen-batches", 1)
+
+
+def test_a_run_is_resumed_by_its_own_script(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(reward, "grade_batch", first_letter_even)
+    monkeypatch.setattr(plot, "draw", lambda *a: None)
+    run(home, tmp_path / "out", "--steps", 1)
+    line = f"--model {home / 'model'} --data {home / 'sums.jsonl'} --out {tmp_path / 'out'} --device cpu --max-tokens 12"
+    with pytest.raises(UserError, match="written by train_dapo.py"):
+        train_grpo.train(flags.parse_flags([*line.split(), "--eval-every", "0", "--resume"]))
+
+
+def test_speed_counts_all_rounds(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(reward, "grade_batch", first_letter_even)
+    monkeypatch.setattr(plot, "draw", lambda *a: None)
+    real, counts = train_dapo.sample_and_grade, []
+
+    def counted(*a):
+        samples = real(*a)
+        counts.append(sum(len(s["completion"].token_ids) for s in samples))
+        return samples
+
+    monkeypatch.setattr(train_dapo, "sample_and_grade", counted)
+    run(home, tmp_path / "out", "--steps", 1, "--gen-prompts", 2)
+    row = {k: v[0] for k, v in read_csv(str(tmp_path / "out" / "metrics.csv")).items()}
+    assert row["dapo/rounds"] == len(counts) > 1 and row["tokens"] < sum(counts)
+    assert row["tok_per_s/rollout"] * row["sec/rollout"] == pytest.approx(sum(counts))
+    assert "sec/sampled" not in row and 0 < row["dapo/acc"] < 1
 
 
 def test_without_dynamic_sampling_every_group_counts(monkeypatch):
@@ -154,7 +187,8 @@ def test_grpo_keeps_its_own_defaults():
     (("--no-dynamic-sampling", "--max-gen-batches", 3), "--max-gen-batches 3 has no effect with --no-dynamic-sampling"),
     (("--load-rollouts", "x"), "--no-dynamic-sampling"),
     (("--load-rollouts", "x", "--no-dynamic-sampling", "--overlong-filter"), "--overlong-filter has no effect"),
-    (("--overlong-cache", 0, "--overlong-max", 30000), "nothing would be punished"),
+    (("--overlong-cache", 0, "--overlong-max", 30000), "--overlong-max 30000 has no effect with --overlong-cache 0"),
+    (("--overlong-max", 30000), "nothing would be punished"),
     (("--max-tokens", 40, "--overlong-max", 100, "--overlong-cache", 12), "nothing would be punished"),
     (("--max-gen-batches", 0), "at least 1"),
 ])  # fmt: skip

@@ -165,7 +165,7 @@ def worker(rank, port, home):
     assert parallel.gather([rank]) == [0, 1] and parallel.gather([rank], together=2) == [0]
     assert parallel.total(rank + 1) == 3 and parallel.largest(rank) == 1 and parallel.from_main(rank) == 0
     assert parallel.block(5) == ((0, 2), (2, 5))[rank] and parallel.block(5, together=2) == (0, 5)
-    assert parallel.together(torch.full((rank + 1,), float(rank))).tolist() == [0, 1, 1]
+    assert parallel.joined(torch.full((rank + 1,), float(rank))).tolist() == [0, 1, 1]
     with pytest.raises(UserError, match="rank 1's engine differs"):
         parallel.agree("engine", rank)
     with pytest.raises(Everywhere, match="no room"):

@@ -115,7 +115,7 @@ def test_a_signal_saves_and_the_resumed_run_is_the_uninterrupted_one(home, whole
     done = 2 if where == "sampling" else 3
     assert stop.value.code == code and signal.getsignal(number) is before
     assert checkpoint.latest(str(out)).endswith(f"step_00000{done}") and rows(out)["step"] == list(range(1, done + 1))
-    assert f"stopped by {number.name}: {done} finished steps are saved" in capsys.readouterr().out
+    assert f"stopped by {number.name}: step {done} is saved" in capsys.readouterr().out
     assert not (out / "summary.json").exists()
     monkeypatch.setattr(HFEngine, "generate", real_generate)
     monkeypatch.setattr(train_grpo, "update", real_update)
@@ -268,7 +268,7 @@ def test_a_run_stops_before_its_limit_and_goes_on(home, whole, tmp_path, monkeyp
     with pytest.raises(SystemExit) as stop:
         train(home, out, "--save-before-seconds", 0.001)
     assert stop.value.code == 0 and rows(out)["step"] == [1] and checkpoint.latest(str(out)).endswith("step_000001")
-    assert "stopped by --save-before-seconds 0.001: 1 finished steps are saved" in capsys.readouterr().out
+    assert "stopped by --save-before-seconds 0.001: step 1 is saved" in capsys.readouterr().out
     assert_goes_on_as_if_nothing_had_happened(home, out, whole)
 
 

@@ -462,11 +462,11 @@ def test_warmup_is_linear_and_then_constant(home, tmp_path):
 
 
 @pytest.mark.parametrize("schedule,want", [
-    ("linear", [0.5, 1.0, 0.8125, 0.625, 0.4375, 0.25, 0.25]),
-    ("cosine", [0.5, 1.0, 0.890165, 0.625, 0.359835, 0.25, 0.25]),
+    ("linear", [0.5, 1.0, 1.0, 0.8125, 0.625, 0.4375, 0.25]),
+    ("cosine", [0.5, 1.0, 1.0, 0.890165, 0.625, 0.359835, 0.25]),
 ])  # fmt: skip
 def test_learning_rate_decays_to_its_own_horizon(schedule, want):
-    """Two steps of warm-up, then down to a quarter at step 6, by hand; --steps plays no part."""
+    """Two steps of warm-up, four of decay to a quarter, by hand; --steps plays no part."""
     line = ["--device", "cpu", "--lr", "1", "--warmup", "2", "--lr-schedule", schedule, "--lr-decay-steps", "6"]
     for steps in (7, 500):
         args = train_grpo.parse_flags([*line, "--lr-min-ratio", "0.25", "--steps", str(steps)])
@@ -647,6 +647,7 @@ BAD_FLAGS = [
     (["--resume"], "--resume", "no complete checkpoint"),
     (["--lr-schedule", "cosine"], "--lr-schedule cosine", "--lr-decay-steps"),
     (["--lr-schedule", "linear", "--warmup", "9", "--lr-decay-steps", "9"], "--lr-schedule linear", "--warmup 9"),
+    (["--lr-schedule", "cosine", "--lr-decay-steps", "1"], "--steps 2 goes past --lr-decay-steps 1", "--lr-min-ratio"),
     (["--lr-decay-steps", "9"], "--lr-decay-steps", "--lr-schedule constant"),
     (["--kl-estimator", "k2"], "--kl-estimator", "--kl-coef 0"),
     (["--kl-coef", "-1"], "--kl-coef", "at least 0"),
