@@ -341,7 +341,7 @@ def train(args, collect=collect):
     run.engine.close()  # last: vLLM ends the process group with itself
     parallel.stop()
     if not finished:
-        saved = f"step {run.saved} is saved in {args.out}; go on with --resume" if run.saved else "nothing saved yet; start again"
+        saved = f"step {run.saved} is saved in {args.out}; go on with --resume" if run.saved else "nothing saved; start again"
         print(f"stopped by {run.stop.reason}: {saved}")
         sys.exit(run.stop.exit_code())
 
