@@ -86,6 +86,7 @@ def add_run_flags(parser, presets):
     g.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:N")
     g.add_argument("--dry-run", action="store_true", help="resolve flags, load model and data, stop before sampling")
     g.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out; --steps stays the total")
+    g.add_argument("--auto-resume", action="store_true", help="--resume if there is a checkpoint, else start: requeued jobs")
     g.add_argument("--save-every", type=number(int, 0), default=50, help="steps between checkpoints; 0 = only the last")
     g.add_argument("--keep-last", type=number(int, 0), default=2, help="checkpoints kept; 0 = all")
     g.add_argument("--eval-every", type=number(int, 0), default=50, help="steps; also before and after; 0 = never")

@@ -52,6 +52,8 @@ GATES = {"fp32": 1e-3, "bf16": 0.05}  # bound on a first step's mean |old_logp -
 def open_run_folder(args):
     """Refuse another run's folder; returns the checkpoint to resume from, or None."""
     saved = checkpoint.latest(args.out)
+    if args.auto_resume and not args.dry_run:
+        return saved
     if args.resume and saved is None:
         raise UserError(f"--resume: no complete checkpoint in {args.out}/checkpoints; check --out, or start in another folder")
     if not args.resume and not args.dry_run:

@@ -200,6 +200,21 @@ def test_weights_that_are_not_finite_are_not_saved(home, tmp_path, monkeypatch, 
     train(home, out, "--steps", 3, "--resume")
 
 
+def test_one_command_starts_and_goes_on(home, whole, tmp_path, monkeypatch, quick):
+    """--auto-resume: a job killed before its first checkpoint starts again, one killed later goes on."""
+    out, real = tmp_path / "out", train_grpo.update
+    monkeypatch.setattr(train_grpo, "update", lambda *a: 1 / 0 if (out / "samples.jsonl").stat().st_size else real(*a))
+    with pytest.raises(ZeroDivisionError):
+        train(home, out, "--auto-resume")
+    assert rows(out)["step"] == [1] and checkpoint.latest(str(out)) is None
+    monkeypatch.setattr(train_grpo, "update", real)
+    with pytest.raises(SystemExit):
+        train(home, out, "--auto-resume", "--save-before-seconds", 0.001)
+    assert rows(out)["step"] == [1] and checkpoint.latest(str(out)).endswith("step_000001")
+    train(home, out, "--auto-resume")
+    assert rows(out)["step"] == [1, 2, 3, 4] and rows(out)["loss"] == rows(whole)["loss"]
+
+
 def test_a_second_signal_ends_at_once():
     with Stop() as stop:
         signal.raise_signal(signal.SIGTERM)
