@@ -220,8 +220,7 @@ def train_step(run, args, step, collect):
     if step == run.done + 1:
         check_gate(args, metrics)
 
-    t = time.perf_counter()
-    run.updating = True
+    t, run.updating = time.perf_counter(), True
     updates = [update(run.model, run.masters, run.optimizer, mini, args, run.calib, shadow) for mini in minis]
     if shadow:
         s = time.perf_counter()
@@ -314,8 +313,7 @@ def close_log(run, args, finished):
         write_json(os.path.join(args.out, "summary.json"), run.summary)
         picture = os.path.join(args.out, "curves.png")
         plot.draw([args.out], picture)
-        print(json.dumps(run.summary))
-        print(f"picture: {picture}")
+        print(f"{json.dumps(run.summary)}\npicture: {picture}")
 
 
 def train(args, collect=collect):

@@ -1,17 +1,16 @@
 """DAPO: overlong punishment, dynamic sampling, its cap, filtering, defaults, resume. `python -m pytest tests/test_dapo.py`"""
 
-import json
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from small import first_letter_even, make_home, untimed_rows
 
 import checkpoint
 import flags
 import plot
 import reward
-import tiny
 import train_dapo
 import train_grpo
 from data import Shuffled
@@ -204,25 +203,14 @@ def test_flags_that_do_not_go_together(extra, words):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    home = tmp_path_factory.mktemp("home")
-    tokenizer = tiny.make_tokenizer()
-    tiny.make_model(tokenizer).save_pretrained(home / "model")
-    tokenizer.save_pretrained(home / "model")
-    sums = [{"prompt": f"{a}+{a + 1}=", "answer": str(2 * a + 1)} for a in range(100, 112)]
-    (home / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
-    return home
+    return make_home(tmp_path_factory, sums=range(100, 112))
 
 
 def run(home, out, *extra):
     line = f"--model {home / 'model'} --data {home / 'sums.jsonl'} --out {out} --device cpu --steps 2 --prompts-per-step 4 "
     line += "--group-size 4 --updates-per-step 2 --max-tokens 12 --overlong-cache 4 --lr 1e-3 --warmup 0 --eval-every 0"
     train_grpo.train(parse(*line.split(), *extra), collect)
-    columns = read_csv(str(out / "metrics.csv"))
-    return {name: values for name, values in columns.items() if not name.startswith(("sec/", "tok_per_s/", "mem_gb"))}
-
-
-def first_letter_even(texts, golds, truncated, limit=None, progress=False):
-    return [float(text[:1] in set("02468")) for text in texts]
+    return untimed_rows(out)
 
 
 def test_a_run_and_its_picture_and_resume_is_bitwise(home, tmp_path, monkeypatch):

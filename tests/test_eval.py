@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small import make_home
 
 import checkpoint
 import data
@@ -33,14 +34,7 @@ NAN = math.nan
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    home = tmp_path_factory.mktemp("home")
-    tokenizer = tiny.make_tokenizer()
-    tiny.make_model(tokenizer).save_pretrained(home / "model")
-    tokenizer.save_pretrained(home / "model")
-    for name, first in (("sums", 100), ("more", 200)):
-        sums = [{"prompt": f"{a}+{a + 1}=", "answer": str(2 * a + 1)} for a in range(first, first + 6)]
-        (home / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
-    return home
+    return make_home(tmp_path_factory, sums=range(100, 106), more=range(200, 206))
 
 
 class Stub:

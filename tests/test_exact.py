@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small import first_letter_even
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -514,11 +515,6 @@ def test_flags():
 
 # -----------------------------------------------------------------------------
 # training
-
-
-def first_letter_even(texts, *args, **kwargs):
-    """A reward an untrained model meets now and then."""
-    return [float(text[:1] in set("02468")) for text in texts]
 
 
 @pytest.mark.parametrize("recipe", ["fp8-row", "fp8-block", "bf16"])

@@ -3,7 +3,6 @@
     python -m pytest tests/test_parallel.py
 """
 
-import json
 import math
 import os
 import signal
@@ -14,6 +13,7 @@ import time
 
 import pytest
 import torch
+from small import first_letter_even, make_home, untimed_rows
 
 import acrl
 import checkpoint
@@ -23,7 +23,6 @@ import parallel
 import plot
 import precision
 import reward
-import tiny
 import train_dapo
 import train_grpo
 from errors import Everywhere, Interrupted, UserError
@@ -31,11 +30,9 @@ from eval import evaluate
 from learner import make_calibration, old_pass, split, update
 from logprob import token_logps
 from rollout import make_engine
-from runlog import read_csv
 from stopping import Stop
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-TIMINGS = ("sec/", "tok_per_s/", "mem_gb")
 
 
 def free_port():
@@ -44,21 +41,9 @@ def free_port():
         return s.getsockname()[1]
 
 
-def first_letter_even(texts, golds, truncated, limit=None, progress=False):
-    """A reward an untrained model meets in 3 of 10 answers."""
-    return [float(text[:1] in set("02468")) for text in texts]
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A folder with an untrained model of tied embeddings in `model` and 24 sums in `sums.jsonl`."""
-    home = tmp_path_factory.mktemp("home")
-    tokenizer = tiny.make_tokenizer()
-    tiny.make_model(tokenizer).save_pretrained(home / "model")
-    tokenizer.save_pretrained(home / "model")
-    sums = [{"prompt": f"{a}+{a + 1}=", "answer": str(2 * a + 1)} for a in range(100, 124)]
-    (home / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
-    return home
+    return make_home(tmp_path_factory, sums=range(100, 124))
 
 
 def argv(home, out, *extra):
@@ -76,11 +61,6 @@ def dapo(home, out, *extra):
     extra = ("--warmup", 0, "--overlong-cache", 4, *extra)
     args = flags.parse_flags(argv(home, out, *extra), extend=train_dapo.add_dapo_flags)
     train_grpo.train(train_dapo.check(args), train_dapo.collect)
-
-
-def rows(out):
-    columns = read_csv(str(out / "metrics.csv"))
-    return {name: values for name, values in columns.items() if not name.startswith(TIMINGS)}
 
 
 def final(out, step):
@@ -149,7 +129,8 @@ def one_update(home, recipe, *extra):
 CASES = {"fp32": ("--calib-reference", "fp32", "--clip", "calibrated", "--kl-coef", 0.1, "--calib-share", 0.5),
          "fp8-row": ("--clip", "calibrated", "--kl-coef", 0.1, "--activation-checkpointing"),
          "bf16": ("--loss-agg", "seq-mean-token-mean", "--correction", "acrl", "--shadow-every", 1)}
-RESUMED = {"grpo": ("--clip", "calibrated", "--calib-interval", 2), "dapo": ("--correction", "acrl")}
+CALIBRATED = ("--clip", "calibrated", "--calib-interval", 2)
+RESUMED = {"grpo": CALIBRATED, "grpo_vanilla": (), "dapo": CALIBRATED, "dapo_vanilla": ("--correction", "acrl")}
 
 
 def worker(rank, port, home):
@@ -193,7 +174,8 @@ def worker(rank, port, home):
             torch.save(found, home / f"two_{recipe}.pt")
     loaded = ("--load-rollouts", home / "one" / "rollouts", "--precision", "fp32")
     grpo(home, home / "two", *loaded)
-    for name, train in (("grpo", grpo), ("dapo", dapo)):
+    for name in RESUMED:
+        train = grpo if name.startswith("grpo") else dapo
         flags_ = (*RESUMED[name], "--precision", "fp8-row", "--save-every", 3, "--keep-last", 0)
         train(home, home / f"{name}_whole", *flags_, "--steps", 6)
         train(home, home / f"{name}_part", *flags_, "--steps", 3)
@@ -275,7 +257,7 @@ def test_two_ranks_evaluate_every_problem_once(ranks):
 
 
 def test_two_ranks_train_as_one_on_the_same_answers(ranks):
-    one, two = rows(ranks / "one"), rows(ranks / "two")
+    one, two = untimed_rows(ranks / "one"), untimed_rows(ranks / "two")
     assert one.keys() == two.keys() and one["step"] == two["step"] == [1, 2]
     for name in one:
         assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5, nan_ok=True), name
@@ -288,7 +270,7 @@ def test_two_ranks_train_as_one_on_the_same_answers(ranks):
 
 def assert_equal_runs(whole, part):
     """Two finished runs of six steps hold the same, bit for bit, times and flags aside."""
-    a, b = rows(whole), rows(part)
+    a, b = untimed_rows(whole), untimed_rows(part)
     assert a["step"] == [1, 2, 3, 4, 5, 6]
     assert a.keys() == b.keys() and all(x == y or x != x and y != y for k in a for x, y in zip(a[k], b[k], strict=True))
     assert (whole / "samples.jsonl").read_text() == (part / "samples.jsonl").read_text()
@@ -299,7 +281,7 @@ def assert_equal_runs(whole, part):
     assert state == other[2]
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo"])
+@pytest.mark.parametrize("name", RESUMED)
 def test_two_ranks_resume_bitwise(ranks, name):
     assert_equal_runs(ranks / f"{name}_whole", ranks / f"{name}_part")
 
@@ -312,7 +294,7 @@ def test_what_two_ranks_wrote_one_resumes(ranks, tmp_path, capsys):
     flags_ = (*RESUMED["grpo"], "--precision", "fp8-row", "--keep-last", 0, "--steps", 7, "--resume")
     grpo(ranks, tmp_path / "out", *flags_)
     assert "saved by 2 processes, resumed on 1" in capsys.readouterr().out
-    assert rows(tmp_path / "out")["step"] == [1, 2, 3, 4, 5, 6, 7]
+    assert untimed_rows(tmp_path / "out")["step"] == [1, 2, 3, 4, 5, 6, 7]
     assert final(tmp_path / "out", 6)[2]["data"] != final(tmp_path / "out", 7)[2]["data"]
 
 
@@ -373,8 +355,8 @@ def test_accelerate_launch_with_vllm_on_two_processes_and_resume(home, tmp_path,
         run = launch(tmp_path / "out", home, *extra, "--steps", last, *more, options=("--main_process_port", str(free_port())))
         out, err = run.communicate(timeout=400)
         assert run.returncode == 0, out[-3000:] + err[-3000:]
-    assert "resumed" in out and rows(tmp_path / "out")["step"] == [1, 2, 3, 4, 5, 6, 7]
-    assert max(rows(tmp_path / "out")["mismatch/abs_dlogp_mean"]) < 0.05
+    assert "resumed" in out and untimed_rows(tmp_path / "out")["step"] == [1, 2, 3, 4, 5, 6, 7]
+    assert max(untimed_rows(tmp_path / "out")["mismatch/abs_dlogp_mean"]) < 0.05
 
 
 @pytest.mark.slow
@@ -385,7 +367,7 @@ def test_two_machines_meet_over_localhost(home, tmp_path):
     for run in runs:
         out, err = run.communicate(timeout=300)
         assert run.returncode == 0, out[-3000:] + err[-3000:]
-    assert rows(tmp_path / "out")["step"] == [1, 2]
+    assert untimed_rows(tmp_path / "out")["step"] == [1, 2]
 
 
 @pytest.mark.slow
@@ -400,12 +382,12 @@ def test_sigterm_to_the_launcher_saves_on_two_processes(home, tmp_path):
     run.send_signal(signal.SIGTERM)
     text, err = run.communicate(timeout=120)
     assert time.monotonic() - start < 28, "torchrun had to kill"
-    steps = rows(out)["step"]
+    steps = untimed_rows(out)["step"]
     assert checkpoint.latest(str(out)).endswith(f"step_{int(steps[-1]):06d}"), text[-2000:] + err[-2000:]
     again = ("--steps", int(steps[-1]) + 1, "--resume")
     done = launch(out, home, *extra, *again, options=("--main_process_port", str(free_port())))
     text, err = done.communicate(timeout=300)
-    assert done.returncode == 0 and rows(out)["step"] == [*steps, steps[-1] + 1], err[-2000:]
+    assert done.returncode == 0 and untimed_rows(out)["step"] == [*steps, steps[-1] + 1], err[-2000:]
 
 
 @pytest.mark.slow

@@ -14,16 +14,15 @@ import time
 
 import pytest
 import torch
+from small import first_letter_even, make_home, untimed_rows
 
 import checkpoint
 import flags
 import plot
 import reward
-import tiny
 import train_grpo
 from errors import Interrupted, UserError
 from rollout import HFEngine
-from runlog import read_csv
 from stopping import Stop
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -31,17 +30,7 @@ HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    home = tmp_path_factory.mktemp("home")
-    tokenizer = tiny.make_tokenizer()
-    tiny.make_model(tokenizer).save_pretrained(home / "model")
-    tokenizer.save_pretrained(home / "model")
-    sums = [{"prompt": f"{a}+{a + 1}=", "answer": str(2 * a + 1)} for a in range(100, 112)]
-    (home / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
-    return home
-
-
-def first_letter_even(texts, golds, truncated, limit=None, progress=False):
-    return [float(text[:1] in set("02468")) for text in texts]
+    return make_home(tmp_path_factory, sums=range(100, 112))
 
 
 @pytest.fixture
@@ -60,11 +49,6 @@ def train(home, out, *extra):
     train_grpo.train(flags.parse_flags(argv(home, out, *extra)))
 
 
-def rows(out):
-    columns = read_csv(str(out / "metrics.csv"))
-    return {name: values for name, values in columns.items() if not name.startswith(("sec/", "tok_per_s/", "mem_gb"))}
-
-
 def weights(out, step):
     return checkpoint.load(str(out / "checkpoints" / f"step_{step:06d}"))[0]
 
@@ -81,7 +65,7 @@ def whole(home):
 
 def assert_goes_on_as_if_nothing_had_happened(home, out, whole):
     train(home, out, "--resume")
-    a, b = rows(out), rows(whole)
+    a, b = untimed_rows(out), untimed_rows(whole)
     assert all(x == y or x != x and y != y for k in b for x, y in zip(a[k], b[k], strict=True))
     mine, other = weights(out, 4), weights(whole, 4)
     assert all(torch.equal(mine[k], other[k]) for k in other)
@@ -114,7 +98,7 @@ def test_a_signal_saves_and_the_resumed_run_is_the_uninterrupted_one(home, whole
         train(home, out)
     done = 2 if where == "sampling" else 3
     assert stop.value.code == code and signal.getsignal(number) is before
-    assert checkpoint.latest(str(out)).endswith(f"step_00000{done}") and rows(out)["step"] == list(range(1, done + 1))
+    assert checkpoint.latest(str(out)).endswith(f"step_00000{done}") and untimed_rows(out)["step"] == list(range(1, done + 1))
     assert f"stopped by {number.name}: step {done} is saved" in capsys.readouterr().out
     assert not (out / "summary.json").exists()
     monkeypatch.setattr(HFEngine, "generate", real_generate)
@@ -155,9 +139,10 @@ def test_a_signal_cuts_an_evaluation_short_and_saves(home, whole, tmp_path, monk
     flags_ = ("--eval-every", 2, "--eval-data", home / "sums.jsonl", "--eval-problems", 2)
     with pytest.raises(SystemExit) as stop:
         train(home, out, *flags_)
-    assert stop.value.code == 143 and checkpoint.latest(str(out)).endswith("step_000002") and "eval/acc" not in rows(out)
+    assert stop.value.code == 143 and checkpoint.latest(str(out)).endswith("step_000002")
+    assert "eval/acc" not in untimed_rows(out)
     train(home, out, *flags_, "--resume")
-    assert rows(out)["loss"] == rows(whole)["loss"]
+    assert untimed_rows(out)["loss"] == untimed_rows(whole)["loss"]
 
 
 def test_a_step_whose_evaluation_fails_is_saved(home, whole, tmp_path, monkeypatch, quick):
@@ -173,9 +158,9 @@ def test_a_step_whose_evaluation_fails_is_saved(home, whole, tmp_path, monkeypat
     flags_ = ("--eval-every", 2, "--eval-data", home / "sums.jsonl", "--eval-problems", 2)
     with pytest.raises(UserError, match="boom"):
         train(home, out, *flags_)
-    assert checkpoint.latest(str(out)).endswith("step_000002") and rows(out)["step"] == [1, 2]
+    assert checkpoint.latest(str(out)).endswith("step_000002") and untimed_rows(out)["step"] == [1, 2]
     train(home, out, *flags_, "--resume")
-    assert rows(out)["loss"] == rows(whole)["loss"]
+    assert untimed_rows(out)["loss"] == untimed_rows(whole)["loss"]
 
 
 def test_weights_that_are_not_finite_are_not_saved(home, tmp_path, monkeypatch, quick):
@@ -206,13 +191,13 @@ def test_one_command_starts_and_goes_on(home, whole, tmp_path, monkeypatch, quic
     monkeypatch.setattr(train_grpo, "update", lambda *a: 1 / 0 if (out / "samples.jsonl").stat().st_size else real(*a))
     with pytest.raises(ZeroDivisionError):
         train(home, out, "--auto-resume")
-    assert rows(out)["step"] == [1] and checkpoint.latest(str(out)) is None
+    assert untimed_rows(out)["step"] == [1] and checkpoint.latest(str(out)) is None
     monkeypatch.setattr(train_grpo, "update", real)
     with pytest.raises(SystemExit):
         train(home, out, "--auto-resume", "--save-before-seconds", 0.001)
-    assert rows(out)["step"] == [1] and checkpoint.latest(str(out)).endswith("step_000001")
+    assert untimed_rows(out)["step"] == [1] and checkpoint.latest(str(out)).endswith("step_000001")
     train(home, out, "--auto-resume")
-    assert rows(out)["step"] == [1, 2, 3, 4] and rows(out)["loss"] == rows(whole)["loss"]
+    assert untimed_rows(out)["step"] == [1, 2, 3, 4] and untimed_rows(out)["loss"] == untimed_rows(whole)["loss"]
 
 
 def test_a_second_signal_ends_at_once():
@@ -246,10 +231,10 @@ def test_a_signal_while_vllm_samples(home, tmp_path):
     text, err = run.communicate(timeout=60)
     assert run.returncode == 143 and "stopped by SIGTERM" in text, text[-2000:] + err[-2000:]
     assert "Traceback" not in err, err[-3000:]
-    steps = rows(out)["step"]
+    steps = untimed_rows(out)["step"]
     assert checkpoint.latest(str(out)).endswith(f"step_{int(steps[-1]):06d}") and len(steps) < 500
     done = subprocess.run([*command, "--steps", str(int(steps[-1]) + 1), "--resume"], capture_output=True, text=True)
-    assert done.returncode == 0 and rows(out)["step"] == [*steps, steps[-1] + 1], done.stderr[-2000:]
+    assert done.returncode == 0 and untimed_rows(out)["step"] == [*steps, steps[-1] + 1], done.stderr[-2000:]
 
 
 # -----------------------------------------------------------------------------
@@ -282,7 +267,7 @@ def test_a_run_stops_before_its_limit_and_goes_on(home, whole, tmp_path, monkeyp
     out = tmp_path / "out"
     with pytest.raises(SystemExit) as stop:
         train(home, out, "--save-before-seconds", 0.001)
-    assert stop.value.code == 0 and rows(out)["step"] == [1] and checkpoint.latest(str(out)).endswith("step_000001")
+    assert stop.value.code == 0 and untimed_rows(out)["step"] == [1] and checkpoint.latest(str(out)).endswith("step_000001")
     assert "stopped by --save-before-seconds 0.001: step 1 is saved" in capsys.readouterr().out
     assert_goes_on_as_if_nothing_had_happened(home, out, whole)
 
@@ -351,7 +336,7 @@ def test_thirty_kills_at_random_moments(home, tmp_path):
     assert saving >= 5, f"only {saving} kills hit a save"
     run = start(out, "--resume")
     assert run.communicate(timeout=300) and run.returncode == 0
-    a, b = rows(out), rows(tmp_path / "whole")
+    a, b = untimed_rows(out), untimed_rows(tmp_path / "whole")
     assert all(x == y or x != x and y != y for k in b for x, y in zip(a[k], b[k], strict=True))
     (mine, optimizer, _), other = (checkpoint.load(str(x / "checkpoints" / "step_000090")) for x in (out, tmp_path / "whole"))
     assert all(torch.equal(mine[k], other[0][k]) for k in mine)

@@ -13,6 +13,7 @@ import sys
 
 import pytest
 import torch
+from small import TIMINGS, first_letter_even, make_home
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
@@ -30,7 +31,6 @@ from runlog import read_csv
 
 DRAW = plot.draw
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-TIMINGS = ("sec/", "tok_per_s/", "mem_gb")  # what two equal runs may differ in
 Usage = collections.namedtuple("Usage", "total used free")
 
 
@@ -44,19 +44,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A folder with an untrained model in `model` and 12 sums in `sums.jsonl`."""
-    home = tmp_path_factory.mktemp("home")
-    tokenizer = tiny.make_tokenizer()
-    tiny.make_model(tokenizer).save_pretrained(home / "model")
-    tokenizer.save_pretrained(home / "model")
-    sums = [{"prompt": f"{a}+{a + 1}=", "answer": str(2 * a + 1)} for a in range(100, 112)]
-    (home / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
-    return home
-
-
-def first_letter_even(texts, golds, truncated, limit=None, progress=False):
-    """A reward an untrained model meets in 3 of 10 answers."""
-    return [float(text[:1] in set("02468")) for text in texts]
+    return make_home(tmp_path_factory, sums=range(100, 112))
 
 
 @pytest.fixture(autouse=True)
